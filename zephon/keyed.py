@@ -1,0 +1,81 @@
+"""Keyed randomness: numbers and permutations that are pure functions of a key.
+
+Nothing here has state. NumPy's and Python's own generators may change between versions and are never used to decide
+order. Golden vectors in `tests/golden/keyed.json` fix every bit of this file; a change is an order change.
+"""
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROUNDS = 8
+"""Feistel rounds. With 8 over at least 6 bits, all n! orders of 2 to 5 items come up equally often: over 20,000 keys
+chi-square lies within 1.4 standard deviations of its mean. Over 4 bits the same test misses by 4 to 10."""
+
+_MIN_BITS = 6
+
+_MULTIPLY = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFT = (np.uint64(30), np.uint64(27), np.uint64(31))
+
+Key = NDArray[np.uint64]
+
+
+def make_key(purpose: str, seed: int, *parts: str | int) -> Key:
+    """Derive `ROUNDS` uint64 words from a purpose, the seed and any number of names and integers.
+
+    Each part is prefixed by its type and length, so that no two lists of parts give the same bytes.
+    """
+    digest = hashlib.shake_256()
+    for part in (purpose, seed, *parts):
+        raw = str(part).encode()
+        digest.update(b"%s%d:" % (b"i" if isinstance(part, int) else b"s", len(raw)))
+        digest.update(raw)
+    return np.frombuffer(digest.digest(8 * ROUNDS), dtype="<u8").astype(np.uint64)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    x = (x ^ (x >> _SHIFT[0])) * _MULTIPLY[0]
+    x = (x ^ (x >> _SHIFT[1])) * _MULTIPLY[1]
+    return x ^ (x >> _SHIFT[2])
+
+
+def permute(n: int, key: Key, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each of `index` goes under the permutation of `range(n)` that `key` names.
+
+    A Feistel network over the smallest even-split power of two that holds `n`, walked along its cycles until it lands
+    inside `range(n)` (Black and Rogaway, 2002). O(1) memory in `n`; at most a few walks an item unless `n` is tiny.
+
+    Args:
+        n: size of the permuted range, at least 1.
+        key: from `make_key`.
+        index: int64, any shape, each in `range(n)`.
+
+    Returns:
+        int64 of the shape of `index`; distinct inputs give distinct outputs.
+    """
+    bits = max(_MIN_BITS, (n - 1).bit_length())
+    size = 1 << bits
+    out = index.astype(np.uint64)
+    flat = out.reshape(-1)
+    # A tiny range walks far (64 / n steps a number): look the steps up in a table instead (1,100 -> 90 us at n = 4).
+    table = _feistel(np.arange(size, dtype=np.uint64), bits, key) if bits == _MIN_BITS else None
+    todo = np.arange(flat.size)
+    while todo.size:
+        x = _feistel(flat[todo], bits, key) if table is None else table[flat[todo].astype(np.int64)]
+        flat[todo] = x
+        todo = todo[x >= n]
+    return out.astype(np.int64)
+
+
+def _feistel(x: NDArray[np.uint64], bits: int, key: Key) -> NDArray[np.uint64]:
+    """A bijection on `range(2**bits)`: halves take turns in being changed by a function of the other half."""
+    low_bits = np.uint64(bits // 2)
+    low_mask = np.uint64((1 << (bits // 2)) - 1)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    low, high = x & low_mask, x >> low_bits
+    for turn in range(0, ROUNDS, 2):
+        low = low ^ (_mix(high ^ key[turn]) & low_mask)
+        high = high ^ (_mix(low ^ key[turn + 1]) & high_mask)
+    return (high << low_bits) | low

@@ -1,0 +1,206 @@
+"""The loader: one data-parallel rank's share of every global batch.
+
+Rank `r` of `G` owns the lanes `l` with `l * G // L == r`. Global batch `t = 1, 2, ...` is the records
+`[(t - 1) * B / L, t * B / L)` of every lane; a rank's share of it is lane-major, cut into micro-batches.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zephon.errors import RestoreError, TopologyError
+from zephon.feed import Feeder
+from zephon.lane import Lane
+from zephon.pack import PACKERS
+from zephon.state import HEADER, LaneState, check_tag, compare_headers, encode_header, lane_key, tag_of
+from zephon.types import Batch, Plan, Record
+
+if TYPE_CHECKING:
+    from zephon.stream import Stream
+
+
+def owned_lanes(rank: int, world: int, lanes: int) -> list[int]:
+    """The lanes of a rank, ascending."""
+    return [lane for lane in range(lanes) if lane * world // lanes == rank]
+
+
+def admissible_worlds(lanes: int) -> list[int]:
+    """Every number of data-parallel ranks that can host `lanes`."""
+    return [world for world in range(1, lanes + 1) if lanes % world == 0]
+
+
+def check_topology(*, lanes: int, global_batch: int, world: int, local_batch: int | None) -> int:
+    """Check that ranks and batches fit, and settle the local batch size.
+
+    Returns:
+        Sequences of a micro-batch: `local_batch`, or a rank's whole share where it is None.
+
+    Raises:
+        TopologyError: says the nearest values that work.
+    """
+    if world < 1 or lanes % world:
+        works = admissible_worlds(lanes)
+        raise TopologyError(
+            f"{world} data-parallel ranks cannot share {lanes} lanes evenly, so ranks would get batches of different "
+            f"sizes. The numbers of ranks that work are {works}; the nearest to {world} are {_near(world, works)}."
+        )
+    share = global_batch // world
+    if local_batch is None:
+        return share
+    if local_batch < 1 or share % local_batch:
+        works = [size for size in range(1, share + 1) if share % size == 0]
+        raise TopologyError(
+            f"A rank's share of a global batch is {global_batch} / {world} = {share} sequences, which a local batch of "
+            f"{local_batch} does not divide. The local batches that work are {works}; the nearest to {local_batch} are "
+            f"{_near(local_batch, works)}. Any of them gives the same data."
+        )
+    return local_batch
+
+
+def _near(given: int, works: list[int]) -> str:
+    below = [one for one in works if one < given][-1:]
+    above = [one for one in works if one > given][:1]
+    return " and ".join(str(one) for one in below + above)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a rank's lanes have delivered since the beginning of the run.
+
+    Attributes:
+        records: records delivered.
+        positions: positions delivered; the rest of the records is padding.
+        padding: positions that hold no sample.
+        mixed: positions that each source gave, those not yet delivered included.
+        dropped: counters of each source: what was left out or changed, and why.
+    """
+
+    records: int
+    positions: int
+    padding: int
+    mixed: dict[str, int]
+    dropped: dict[str, dict[str, int]]
+
+
+class Loader:
+    """An endless iterator over the micro-batches of one rank.
+
+    Args:
+        stream: the stream, which loaders may share.
+        rank: data-parallel rank; tensor-, context- and pipeline-parallel peers have the same one.
+        world: number of data-parallel ranks.
+        local_batch_size: sequences of a micro-batch; all of a rank's share at once where left out.
+
+    Raises:
+        TopologyError: ranks, lanes and batches do not fit.
+    """
+
+    def __init__(self, stream: "Stream", rank: int = 0, world: int = 1, local_batch_size: int | None = None) -> None:
+        lanes, size = stream.recipe.lanes, stream.batch.global_batch_size
+        self._local = check_topology(lanes=lanes, global_batch=size, world=world, local_batch=local_batch_size)
+        if not 0 <= rank < world:
+            raise TopologyError(f"rank must be from 0 to {world - 1}, it is {rank}.")
+        self._stream = stream
+        self.lanes = owned_lanes(rank, world, lanes)
+        """The lanes of this rank, ascending."""
+        self._share = size // lanes
+        self._per_step = len(self.lanes) * self._share // self._local
+        self._begin(0, {lane: stream.start() for lane in self.lanes})
+
+    @property
+    def step(self) -> int:
+        """The last global step that has been handed over whole."""
+        return self._step
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> Batch:
+        """The next micro-batch: named arrays, `[local_batch_size, seq_len]` int32 for text."""
+        plans = [next(self._plans) for _ in range(self._local)]
+        batch = self._stream.runner.submit(self._stream.worker.materialise, plans).result()
+        self._handed += 1
+        if self._handed == self._per_step:
+            self._handed, self._step = 0, self._step + 1
+            self._states = self._sealed.popleft()
+        return batch
+
+    def step_records(self) -> dict[int, list[Record]]:
+        """One whole global step: the records of each lane of this rank."""
+        records = [one for _ in range(self._per_step) for one in self._stream.worker.records(next(self))]
+        return {lane: records[i * self._share : (i + 1) * self._share] for i, lane in enumerate(self.lanes)}
+
+    def state_dict(self) -> dict[str, bytes]:
+        """The state after the last global step that was handed over: `header`, and `lane_NNNNN` for each lane.
+
+        Raises:
+            RestoreError: some micro-batches of a step have been handed over, but not all.
+        """
+        if self._handed:
+            raise RestoreError(
+                f"{self._handed} of the {self._per_step} micro-batches of step {self._step + 1} have been handed over. A "
+                "state exists between global steps only; save after the last one."
+            )
+        header = encode_header(self._stream.header(self._step))
+        tag = tag_of(header)
+        return {HEADER: header, **{lane_key(lane): state.encode(tag) for lane, state in self._states.items()}}
+
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        """Go on from a state; more lanes than this rank owns may be in it.
+
+        Raises:
+            RestoreError: it belongs to another stream, or lacks a lane.
+        """
+        missing = [key for key in (HEADER, *map(lane_key, self.lanes)) if key not in state]
+        if missing:
+            raise RestoreError(f"The state lacks {missing}; it holds {sorted(state)}.")
+        step = compare_headers(state[HEADER], self._stream.header(0))
+        for lane in self.lanes:
+            check_tag(lane_key(lane), state[lane_key(lane)], state[HEADER])
+        self._begin(step, {lane: LaneState.decode(state[lane_key(lane)]) for lane in self.lanes})
+
+    def stats(self) -> Stats:
+        """What has been delivered, from the states: exact, and the same however far workers are ahead."""
+        names = [source.name for source in self._stream.sources]
+        mixed, dropped = dict.fromkeys(names, 0), {name: dict[str, int]() for name in names}
+        waiting = 0
+        for state in self._states.values():
+            waiting += sum(one.end - one.start for one in (*([state.rest] if state.rest else []), *state.open))
+            for source, known in zip(state.sources, self._stream.lane_sources, strict=True):
+                mixed[known.name] += source.mixed
+                for counter, number in zip(known.counters, source.counters, strict=True):
+                    dropped[known.name][counter] = dropped[known.name].get(counter, 0) + number
+        records = self._step * len(self.lanes) * self._share
+        positions = sum(mixed.values()) - waiting
+        return Stats(records, positions, records * self._stream.batch.seq_len - positions, mixed, dropped)
+
+    def _begin(self, step: int, states: dict[int, LaneState]) -> None:
+        stream = self._stream
+        self._step, self._handed, self._states = step, 0, states
+        self._sealed: deque[dict[int, LaneState]] = deque()
+        feeder = Feeder(stream.sources, stream.worker, stream.runner, len(self.lanes))
+        open_refs = [one.ref for state in states.values() for one in (*([state.rest] if state.rest else []), *state.open)]
+        samples = feeder.fetch(open_refs)
+        packer = PACKERS[stream.recipe.packing]
+        lanes = [
+            Lane(lane, stream.lane_sources, stream.mix, packer(stream.batch.seq_len), state, samples, feeder.fill)
+            for lane, state in states.items()
+        ]
+        for lane in lanes:
+            for feed in lane.feeds:
+                feeder.add(feed)
+        self._plans = self._decide(lanes)
+
+    def _decide(self, lanes: list[Lane]) -> Iterator[Plan]:
+        """Plans of all steps to come, lane-major within a step; states are set aside as each lane ends its share."""
+        while True:
+            states: dict[int, LaneState] = {}
+            for lane in lanes:
+                for left in reversed(range(self._share)):
+                    plan = lane.next_plan()
+                    if not left:
+                        states[lane.number] = lane.state()
+                        if len(states) == len(lanes):
+                            self._sealed.append(states)
+                    yield plan

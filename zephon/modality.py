@@ -1,0 +1,105 @@
+"""The contract of a modality: the stateless work on samples, and how one is found.
+
+A modality is a class, found under the entry point group `zephon.modalities` by the name that a recipe gives. It sees
+rows and plans, never lanes, ranks or order. Whatever it returns must depend on its arguments alone: the same rows give
+the same samples in any grouping and in any process.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, Protocol, TypeVar
+
+from zephon.errors import RecipeError, nearest
+from zephon.recipe import TokenizerSpec
+from zephon.types import Batch, Measured, Plan, Record, Row
+
+T = TypeVar("T")
+
+GROUP = "zephon.modalities"
+
+
+class BadRow(ValueError):
+    """Raised by `measure` for a row that it cannot use.
+
+    Args:
+        row: number of the row in the micro-batch.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, row: int, reason: str) -> None:
+        super().__init__(reason)
+        self.row, self.reason = row, reason
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a modality is told about the stream it works for.
+
+    Attributes:
+        seq_len: positions of a sequence.
+        tokenizer: the recipe's tokenizer, if it names one.
+    """
+
+    seq_len: int
+    tokenizer: TokenizerSpec | None
+    _shared: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
+
+    def share(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Load what is costly once for all sources of a stream."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+
+class Modality(Protocol):
+    """Stateless work on the samples of one source.
+
+    Args:
+        options: the keys of the source that the core does not know; an unknown one is a `RecipeError`.
+        context: what it is told about the stream.
+    """
+
+    counters: tuple[str, ...]
+    """Names of what `measure` counts, in the order in which they are stored."""
+
+    def __init__(self, options: Mapping[str, Any], context: Context) -> None: ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a checkpoint must agree on: options and hashes of files, as JSON values."""
+        ...
+
+    def probe(self, rows: Sequence[Row]) -> None:
+        """Look at the first rows of the source before anything is delivered; may settle what `measure` uses."""
+        ...
+
+    def measure(self, rows: Sequence[Row]) -> Measured:
+        """Turn raw rows into sized samples: at least one a row, of 0 positions where there is nothing to deliver.
+
+        Raises:
+            BadRow: a row cannot be used.
+        """
+        ...
+
+    def materialise(self, plans: Sequence[Plan]) -> Batch:
+        """Build one micro-batch."""
+        ...
+
+    def records(self, batch: Batch) -> list[Record]:
+        """Split a micro-batch into records with the dtypes that digests are made of."""
+        ...
+
+
+def find_modality(name: str) -> type[Modality]:
+    """The class that an entry point names.
+
+    Raises:
+        RecipeError: no such entry point.
+    """
+    known = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in known:
+        raise RecipeError(
+            f"Unknown modality {name!r}; installed are {sorted(known)}.{nearest(name, known)} A modality is a class "
+            f"under the entry point group {GROUP!r} of an installed package."
+        )
+    return known[name].load()

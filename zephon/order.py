@@ -1,0 +1,80 @@
+"""Source order: which row of a source a lane visits when. A pure function; no state, no I/O.
+
+A source of `n` chunks is drawn for ever: draw `p` is chunk `perm(p mod n)` of epoch `p // n`, and lane `l` of `L` takes
+draws `l, l + L, l + 2L, ...`. Draws are taken in groups of `K`; the rows of a group are visited in one permuted order. A
+place in a lane's source is therefore `(group, index)`. The order inside a source depends on its own catalogue, the
+seed, the number of lanes and the shuffle window: never on another source, nor on any weight.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zephon.catalogue import ChunkTable
+from zephon.keyed import make_key, permute
+
+ORDER_VERSION = 1
+"""Raised whenever the same recipe and data would give another order. Stored in every checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rows of one group in the order in which they are visited; three arrays of one length.
+
+    Attributes:
+        epoch: int64 [rows], how often the source had been drawn completely before.
+        chunk: int64 [rows], number of the chunk in the source.
+        row: int64 [rows], number of the row in its chunk.
+    """
+
+    epoch: NDArray[np.int64]
+    chunk: NDArray[np.int64]
+    row: NDArray[np.int64]
+
+
+class SourceOrder:
+    """The order of one source for all lanes.
+
+    Args:
+        name: name of the source; with the seed it keys every permutation.
+        chunks: the source's chunk table.
+        seed: the recipe's seed.
+        lanes: number of lanes of the stream, L.
+        window: rows permuted together in a lane (`shuffle.window`); 0 keeps the stored order.
+    """
+
+    def __init__(self, name: str, chunks: ChunkTable, *, seed: int, lanes: int, window: int) -> None:
+        self._name, self._chunks, self._seed, self._lanes = name, chunks, seed, lanes
+        self._shuffled = window > 0
+        self.shared = chunks.count < lanes
+        """True when there are fewer chunks than lanes, so that every lane walks all of them by itself."""
+        most = chunks.count if self.shared else chunks.count // lanes
+        self.draws_per_group = max(1, min(window // chunks.rows_per_chunk, most))
+
+    def group(self, lane: int, group: int) -> Group:
+        """The rows that `lane` visits in its group number `group`, in order."""
+        k = np.arange(group * self.draws_per_group, (group + 1) * self.draws_per_group)
+        epoch, chunk = self._draws(lane, k)
+        sizes = self._chunks.sizes(chunk)
+        starts = np.cumsum(sizes) - sizes
+        total = int(sizes.sum())
+        visit = np.arange(total)
+        if self._shuffled:
+            visit = permute(total, make_key("rows", self._seed, self._name, lane, group), visit)
+        draw = np.searchsorted(starts, visit, side="right") - 1
+        return Group(epoch[draw], chunk[draw], visit - starts[draw])
+
+    def _draws(self, lane: int, k: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Epoch and chunk of draws number `k` of `lane`."""
+        n = self._chunks.count
+        place = k if self.shared else lane + k * self._lanes
+        epoch, within = place // n, place % n
+        if not self._shuffled:
+            return epoch, (lane + within) % n if self.shared else within
+        chunk = np.empty_like(within)
+        for one in np.unique(epoch):
+            parts = ("lane chunks", self._seed, self._name, lane) if self.shared else ("chunks", self._seed, self._name)
+            mine = epoch == one
+            chunk[mine] = permute(n, make_key(*parts, int(one)), within[mine])
+        return epoch, chunk

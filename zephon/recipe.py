@@ -1,0 +1,302 @@
+"""The recipe: a TOML file that says all of a stream, read into frozen dataclasses.
+
+Strict: an unknown key, a wrong type or an impossible value is an error that names the key, what is allowed and the
+nearest right name. Everything but `[run]` decides which data a run sees, and is part of every checkpoint.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zephon.errors import RecipeError, nearest
+
+T = TypeVar("T", int, str, bool)
+
+DEFAULT_CACHE = "~/.cache/zephon"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """`[batch]`: sequence length in positions, and sequences per optimizer step over all ranks (B)."""
+
+    seq_len: int
+    global_batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSpec:
+    """`[tokenizer]`: a folder or a `tokenizer.json`. `bos` and `eos` say whether to add them; None: where defined."""
+
+    path: Path
+    bos: bool | None = None
+    eos: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """One `[[sources]]`. `options` are the keys of its modality, which checks them."""
+
+    name: str
+    paths: tuple[str, ...]
+    weight: Decimal
+    modality: str
+    chunk_rows: int | None
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MixSpec:
+    """`[mix]`: what a share is counted in, how large a piece enters the mix, what happens when a source ends."""
+
+    unit: str = "tokens"
+    piece: str = "document"
+    on_end: str = "repeat"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """`[run]`: how the work is done; can never change data."""
+
+    runner: str = "inline"
+    workers: int = 1
+    cache: Path = field(default_factory=lambda: Path(DEFAULT_CACHE).expanduser())
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A whole recipe. `path` is the file it came from; relative paths in it start at its folder."""
+
+    path: Path
+    seed: int
+    lanes: int
+    sources: tuple[SourceSpec, ...]
+    mix: MixSpec
+    window: int
+    packing: str
+    run: RunSpec
+    batch: BatchSpec | None = None
+    tokenizer: TokenizerSpec | None = None
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "Recipe":
+        """Read and check a recipe file.
+
+        Raises:
+            RecipeError: names the key, what is allowed, and the nearest right name.
+        """
+        at = Path(path)
+        try:
+            text = at.read_bytes().decode("utf-8-sig")
+            values = tomllib.loads(text.replace("\r\n", "\n"), parse_float=Decimal)
+        except OSError as error:
+            raise RecipeError(f"Cannot read the recipe {at}: {error.strerror}.") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{at} is not valid TOML: {error}.") from error
+        try:
+            return _recipe(values, at)
+        except RecipeError as error:
+            raise RecipeError(f"{at}: {error}") from None
+
+    def with_batch(self, seq_len: int, global_batch_size: int, who: str) -> "Recipe":
+        """The recipe with the batch that `who` asks for; where both speak they must agree."""
+        asked = BatchSpec(seq_len, global_batch_size)
+        if self.batch and self.batch != asked:
+            raise RecipeError(
+                f"{self.path} says seq_len = {self.batch.seq_len}, global_batch_size = {self.batch.global_batch_size}, "
+                f"but {who} says {seq_len} and {global_batch_size}. Make them agree, or leave [batch] out of the recipe."
+            )
+        _check_batch(asked, self.lanes)
+        return replace(self, batch=asked)
+
+    def with_tokenizer(self, path: Path, who: str) -> "Recipe":
+        """The recipe with the tokenizer that `who` uses; where both speak they must name the same one."""
+        if self.tokenizer is None:
+            return replace(self, tokenizer=TokenizerSpec(path))
+        ours, theirs = self.tokenizer.path.resolve(), path.resolve()
+        if ours != theirs and theirs not in ours.parents and ours not in theirs.parents:
+            raise RecipeError(
+                f"{self.path} takes its tokenizer from {ours}, but {who} from {theirs}. The model would read ids of "
+                "another vocabulary. Make them agree, or leave [tokenizer] out of the recipe."
+            )
+        return self
+
+
+class _Section:
+    """The keys of one table, taken one by one; `done` refuses what is left."""
+
+    def __init__(self, values: object, name: str) -> None:
+        if not isinstance(values, dict):
+            raise RecipeError(f"{name} must be a table, it is {_show(values)}.")
+        self._values: dict[str, Any] = dict(values)  # pyright: ignore[reportUnknownArgumentType]
+        self._name = name
+        self._known: list[str] = []
+
+    def take(self, key: str, kind: type[T], default: Any = ...) -> T:
+        """The value of `key`, which must be of type `kind`; required unless there is a default."""
+        value = self.raw(key, default)
+        if value is default and default is not ...:
+            return value
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            names = {int: "a whole number", str: "a string", bool: "true or false"}
+            raise RecipeError(f"{self.label(key)} must be {names[kind]}, it is {_show(value)}.")
+        return value
+
+    def number(self, key: str, least: int, default: Any = ..., most: int = 2**31 - 1) -> int:
+        """A whole number in `[least, most]`."""
+        value = self.take(key, int, default)
+        if value is not default and not least <= value <= most:
+            raise RecipeError(f"{self.label(key)} must be from {least} to {most}, it is {value}.")
+        return value
+
+    def choice(self, key: str, allowed: list[str], default: str) -> str:
+        """One of a few words."""
+        value = self.take(key, str, default)
+        if value not in allowed:
+            known = ", ".join(repr(one) for one in allowed)
+            raise RecipeError(f"{self.label(key)} must be one of {known}; it is {value!r}.{nearest(value, allowed)}")
+        return value
+
+    def raw(self, key: str, default: Any = ...) -> Any:
+        """The value of `key` as TOML gave it."""
+        self._known.append(key)
+        if key not in self._values and default is ...:
+            hints = [nearest(other, [key]) for other in self._values if other not in self._known]
+            hint = f" Is {_meant(self._values, key)!r} meant?" if any(hints) else ""
+            raise RecipeError(f"{self.label(key)} is missing.{hint}")
+        return self._values.pop(key, default)
+
+    def rest(self) -> dict[str, Any]:
+        """All keys that nobody took."""
+        rest, self._values = self._values, {}
+        return rest
+
+    def done(self) -> None:
+        """Refuse unknown keys."""
+        for key in self._values:
+            raise RecipeError(
+                f"{self.label(key)} is not a known key; {self._name} takes {', '.join(self._known)}."
+                f"{nearest(key, self._known)}"
+            )
+
+    def label(self, key: str) -> str:
+        return key if self._name == "the recipe" else f"{self._name} {key}"
+
+
+def _meant(values: Mapping[str, Any], key: str) -> str:
+    return next(other for other in values if nearest(other, [key]))
+
+
+def _recipe(values: dict[str, Any], path: Path) -> Recipe:
+    top = _Section(values, "the recipe")
+    seed = top.number("seed", 0, 0, most=2**63 - 1)
+    lanes = top.number("lanes", 1, most=65536)
+    batch = _batch(top.raw("batch", None), lanes)
+    tokenizer = _tokenizer(top.raw("tokenizer", None), path.parent)
+    sources = _sources(top.raw("sources"))
+    mix = _mix(top.raw("mix", {}))
+    shuffle = _Section(top.raw("shuffle", {}), "[shuffle]")
+    window = shuffle.number("window", 0, 256)
+    shuffle.done()
+    packing = _Section(top.raw("packing", {}), "[packing]")
+    algorithm = packing.choice("algorithm", ["concat"], "concat")
+    packing.done()
+    run = _run(top.raw("run", {}), path.parent)
+    top.done()
+    return Recipe(path, seed, lanes, sources, mix, window, algorithm, run, batch, tokenizer)
+
+
+def _batch(values: object, lanes: int) -> BatchSpec | None:
+    if values is None:
+        return None
+    section = _Section(values, "[batch]")
+    batch = BatchSpec(section.number("seq_len", 1), section.number("global_batch_size", 1))
+    section.done()
+    _check_batch(batch, lanes)
+    return batch
+
+
+def _check_batch(batch: BatchSpec, lanes: int) -> None:
+    size = batch.global_batch_size
+    if size % lanes:
+        below = size // lanes * lanes
+        near = f"{below} or {below + lanes}" if below else str(lanes)
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        raise RecipeError(
+            f"global_batch_size = {size} is not a multiple of lanes = {lanes}: some lanes would give more sequences to a "
+            f"step than others. The nearest sizes that work are {near}; the numbers of lanes that work are {divisors}."
+        )
+
+
+def _tokenizer(values: object, folder: Path) -> TokenizerSpec | None:
+    if values is None:
+        return None
+    section = _Section(values, "[tokenizer]")
+    path = folder / Path(section.take("path", str)).expanduser()
+    spec = TokenizerSpec(path, section.take("bos", bool, None), section.take("eos", bool, None))
+    section.done()
+    return spec
+
+
+def _sources(values: object) -> tuple[SourceSpec, ...]:
+    if not isinstance(values, list) or not values:
+        raise RecipeError("sources must be one or more [[sources]] tables.")
+    sources = [_source(one, i) for i, one in enumerate(values)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    names = [source.name for source in sources]
+    for name in names:
+        if names.count(name) > 1:
+            raise RecipeError(f"Two sources are named {name!r}. A name keys the order of a source, so each needs its own.")
+    return tuple(sources)
+
+
+def _source(values: object, number: int) -> SourceSpec:
+    section = _Section(values, f"[[sources]] number {number + 1}:")
+    name = section.take("name", str)
+    if not name or any(ord(letter) < 32 for letter in name):
+        raise RecipeError(f"{section.label('name')} must be a printable word, it is {name!r}.")
+    paths = section.raw("paths")
+    if isinstance(paths, str):
+        paths = [paths]
+    if not isinstance(paths, list) or not paths or not all(isinstance(one, str) and one for one in paths):  # pyright: ignore[reportUnknownVariableType]
+        raise RecipeError(f"{section.label('paths')} must be a list of path patterns, it is {_show(paths)}.")
+    weight = section.raw("weight", 1)
+    if isinstance(weight, bool) or not isinstance(weight, int | Decimal):
+        raise RecipeError(f"{section.label('weight')} must be a number, it is {_show(weight)}.")
+    weight = Decimal(weight)
+    if not weight.is_finite() or weight <= 0:
+        raise RecipeError(f"{section.label('weight')} must be above 0, it is {weight}. Remove the source to leave it out.")
+    modality = section.take("modality", str, "text")
+    chunk_rows = section.number("chunk_rows", 1, None)
+    return SourceSpec(name, tuple(paths), weight, modality, chunk_rows, section.rest())  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _mix(values: object) -> MixSpec:
+    section = _Section(values, "[mix]")
+    unit = section.choice("unit", ["tokens", "samples"], "tokens")
+    piece = section.choice("piece", ["document", "sequence"], "document")
+    on_end = section.choice("on_end", ["repeat"], "repeat")
+    section.done()
+    if unit == "samples" and piece == "sequence":
+        raise RecipeError(
+            "[mix] unit = 'samples' counts whole samples, but piece = 'sequence' cuts them: a long document would count "
+            "many times. Use piece = 'document', or unit = 'tokens'."
+        )
+    return MixSpec(unit, piece, on_end)
+
+
+def _run(values: object, folder: Path) -> RunSpec:
+    section = _Section(values, "[run]")
+    runner = section.choice("runner", ["inline"], "inline")
+    workers = section.number("workers", 1, 1, most=1024)
+    cache = Path(section.take("cache", str, DEFAULT_CACHE)).expanduser()
+    section.done()
+    if runner == "inline" and workers != 1:
+        raise RecipeError(f"[run] workers = {workers}, but the inline runner works in the loader's own thread: use 1.")
+    return RunSpec(runner, workers, folder / cache)
+
+
+def _show(value: object) -> str:
+    return f"{value!r}" if not isinstance(value, dict | list) else "a table" if isinstance(value, dict) else f"{value!r}"
