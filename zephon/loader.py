@@ -179,7 +179,7 @@ class Loader:
         stream = self._stream
         self._step, self._handed, self._states = step, 0, states
         self._sealed: deque[dict[int, LaneState]] = deque()
-        feeder = Feeder(stream.sources, stream.worker, stream.runner, len(self.lanes))
+        feeder = Feeder(stream.sources, stream.worker, stream.runner, stream.ahead_bytes)
         open_refs = [one.ref for state in states.values() for one in (*([state.rest] if state.rest else []), *state.open)]
         samples = feeder.fetch(open_refs)
         packer = PACKERS[stream.recipe.packing]

@@ -3,14 +3,17 @@
 import glob
 import logging
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
 from zephon.catalogue import Catalogue
 from zephon.errors import RecipeError
+from zephon.feed import AHEAD_BYTES
 from zephon.index import LineIndex, Progress, index_files
 from zephon.jsonl import JsonlReader
 from zephon.lane import Lane, LaneSource, Mix
@@ -41,6 +44,7 @@ class Stream:
     """
 
     def __init__(self, recipe: Recipe, progress: Progress | None = None) -> None:
+        started = time.perf_counter()
         if recipe.batch is None:
             raise RecipeError(f"{recipe.path} has no [batch], and nothing else says seq_len and global_batch_size.")
         self.recipe, self.batch = recipe, recipe.batch
@@ -68,6 +72,9 @@ class Stream:
         piece = recipe.batch.seq_len if recipe.mix.piece == "sequence" else None
         self.mix = Mix(weights, recipe.mix.unit == "samples", piece)
         self.lane_sources = tuple(self._lane_source(source) for source in self.sources)
+        self._loaders: WeakSet[Loader] = WeakSet()
+        self.startup_s = time.perf_counter() - started
+        """Seconds that opening took: tokenizer, index, first rows."""
 
     @staticmethod
     def open(path: str | os.PathLike[str], *, batch: BatchSpec | None = None, progress: Progress | None = None) -> "Stream":
@@ -79,7 +86,13 @@ class Stream:
 
     def loader(self, rank: int = 0, world: int = 1, local_batch_size: int | None = None) -> Loader:
         """The loader of one data-parallel rank."""
-        return Loader(self, rank, world, local_batch_size)
+        loader = Loader(self, rank, world, local_batch_size)
+        self._loaders.add(loader)
+        return loader
+
+    def ahead_bytes(self) -> int:
+        """Raw bytes that each of the stream's loaders may measure ahead, which changes time and memory, never data."""
+        return AHEAD_BYTES // max(1, len(self._loaders))
 
     def start(self) -> LaneState:
         """The state of every lane before its first record."""

@@ -1,0 +1,130 @@
+"""Rehearsal: iterate a loader as a trainer would, and measure what it costs."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from zephon.loader import Loader
+from zephon.stream import Stream
+from zephon.types import Record
+
+_SAMPLE_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rehearsal found. Times in seconds, CPU over all processes; `shares` of the positions that were mixed."""
+
+    steps: int
+    tokens: int
+    tokens_per_s: float
+    cpu_s_per_mtoken: float
+    peak_pss_mb: float
+    startup_s: float
+    first_batch_s: float
+    shares: dict[str, float]
+    targets: dict[str, float]
+    padding: int
+    dropped: dict[str, dict[str, int]]
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def rehearse(
+    stream: Stream,
+    loader: Loader,
+    steps: int | None,
+    after: Callable[[dict[int, list[Record]]], None],
+    console: Console,
+) -> Report:
+    """Take global steps until step `steps`, or until Ctrl-C; call `after` with the records of each."""
+    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
+    before, taken, first = loader.stats(), loader.step, 0.0
+    with _PeakPss() as memory, Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        task = bars.add_task("run", total=steps, completed=loader.step, rate="")
+        started, cpu = time.perf_counter(), _cpu_seconds()
+        try:
+            while steps is None or loader.step < steps:
+                records = loader.step_records()
+                first = first or time.perf_counter() - started
+                after(records)
+                if console.is_terminal:
+                    rate = (loader.stats().positions - before.positions) / (time.perf_counter() - started)
+                    bars.update(task, completed=loader.step, rate=f"{rate / 1e6:.1f} Mtok/s")
+        except KeyboardInterrupt:
+            console.print("Stopped; the report covers the steps so far.")
+        wall, cpu = time.perf_counter() - started, _cpu_seconds() - cpu
+    now = loader.stats()
+    tokens = now.positions - before.positions
+    mixed = {name: number - before.mixed[name] for name, number in now.mixed.items()}
+    total = max(1, sum(mixed.values()))
+    weights = {spec.name: spec.weight for spec in stream.recipe.sources}
+    return Report(
+        steps=loader.step - taken,
+        tokens=tokens,
+        tokens_per_s=tokens / wall,
+        cpu_s_per_mtoken=cpu / max(1, tokens) * 1e6,
+        peak_pss_mb=memory.peak / 1e6,
+        startup_s=stream.startup_s,
+        first_batch_s=first,
+        shares={name: number / total for name, number in mixed.items()},
+        targets={name: float(weight / sum(weights.values())) for name, weight in weights.items()},
+        padding=now.padding - before.padding,
+        dropped=now.dropped,
+    )
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process and of the children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+class _PeakPss:
+    """Largest proportional set size of this process and its children, sampled by a thread (Linux)."""
+
+    def __init__(self) -> None:
+        self.peak = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> "_PeakPss":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        last = False
+        while not last:
+            last = self._stop.wait(_SAMPLE_SECONDS)
+            self.peak = max(self.peak, sum(map(_pss, _family(os.getpid()))))
+
+
+def _family(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        children = []
+    return [pid, *(one for child in children for one in _family(int(child)))]
+
+
+def _pss(pid: int) -> float:
+    """Bytes; 0 for a process that has gone."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return float(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0.0
