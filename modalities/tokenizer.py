@@ -71,7 +71,9 @@ class TextTokenizer:
         self.bos = _edge(spec.bos, "bos", config, added, file)
         self.eos = _edge(spec.eos, "eos", config, added, file)
         special = [token["content"] for token in json.loads(self._json).get("added_tokens", []) if token.get("special")]
-        self._special = re.compile("|".join(re.escape(one) for one in sorted(special, key=len, reverse=True)) or r"(?!)")
+        self._special = re.compile(
+            "|".join(re.escape(one) for one in sorted(special, key=len, reverse=True)) or r"(?!)"
+        )
         self._hints = sorted({one[:2] for one in special})
         self._fast = self._load_fast()
 

@@ -63,7 +63,11 @@ class Given:
 
 
 def check(
-    recipe: RecipePath, /, dp: int | None = None, given: Annotated[Given, tyro.conf.OmitArgPrefixes] = Given(), json: bool = False
+    recipe: RecipePath,
+    /,
+    dp: int | None = None,
+    given: Annotated[Given, tyro.conf.OmitArgPrefixes] = Given(),
+    json: bool = False,
 ) -> int:
     """Validate a recipe: everything that can be known before a run.
 
@@ -220,13 +224,13 @@ def digest(
     """
     del json
     with given.open(recipe) as stream:
-        check_topology(lanes=stream.recipe.lanes, global_batch=stream.batch.global_batch_size, world=dp, local_batch=None)
+        check_topology(
+            lanes=stream.recipe.lanes, global_batch=stream.batch.global_batch_size, world=dp, local_batch=None
+        )
         loaders = [stream.loader(rank, dp) for rank in range(dp)]
         _resume(loaders, resume)
         for step in range(loaders[0].step + 1, steps + 1):
-            of_lanes = {
-                lane: lane_digest(mine) for loader in loaders for lane, mine in loader.step_records().items()
-            }
+            of_lanes = {lane: lane_digest(mine) for loader in loaders for lane, mine in loader.step_records().items()}
             _print_json(
                 ledger_line(step, of_lanes, whole=True) if lanes else {"step": step, "sha256": step_digest(of_lanes)}
             )
@@ -269,7 +273,9 @@ def export(
     return 0
 
 
-def verify(a: Annotated[Path, tyro.conf.Positional], b: Annotated[Path, tyro.conf.Positional], /, json: bool = False) -> int:
+def verify(
+    a: Annotated[Path, tyro.conf.Positional], b: Annotated[Path, tyro.conf.Positional], /, json: bool = False
+) -> int:
     """Compare two ledgers: files, or folders with one file a rank.
 
     Says how many steps both hold, and the first step and lanes that differ; exit code 1 if any does.
@@ -283,7 +289,9 @@ def verify(a: Annotated[Path, tyro.conf.Positional], b: Annotated[Path, tyro.con
     if not result.compared:
         raise UsageError(f"{a} and {b} have no step in common; nothing was compared.")
     if json:
-        _print_json({"compared": result.compared, "only_in_one": result.only, "step": result.step, "lanes": result.lanes})
+        _print_json(
+            {"compared": result.compared, "only_in_one": result.only, "step": result.step, "lanes": result.lanes}
+        )
     elif result.step is None:
         print(f"{result.compared} steps compared, all equal ({result.only} steps are in one of them only).")
     else:
@@ -329,7 +337,10 @@ def main(args: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=_err, show_path=False)])
     try:
         code = tyro.extras.subcommand_cli_from_dict(
-            _COMMANDS, prog="zephon", args=args, description="Data loading for LLM and VLM pre-training: look, rehearse, prove."
+            _COMMANDS,
+            prog="zephon",
+            args=args,
+            description="Data loading for LLM and VLM pre-training: look, rehearse, prove.",
         )
     except UsageError as error:
         _err.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)

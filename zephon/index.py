@@ -184,7 +184,9 @@ def _store(stamp: dict[str, int | str], shard: Shard, starts: Offsets, cache: Pa
             file.write(starts.astype("<u8").tobytes())
         private.replace(at)
     except OSError as error:
-        logger.warning("Cannot keep the index of %s in %s (%s); it will be made again next time.", shard.path, at, error)
+        logger.warning(
+            "Cannot keep the index of %s in %s (%s); it will be made again next time.", shard.path, at, error
+        )
         with contextlib.suppress(OSError):
             private.unlink()
 

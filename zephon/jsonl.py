@@ -79,7 +79,9 @@ class JsonlReader:
             for a, b in zip([0, *breaks.tolist()], [*breaks.tolist(), len(lo)], strict=True):
                 base = int(lo[a])
                 data = self._pread(file, int(hi[b - 1]) - base, base, shard)
-                for w, x, y in zip(where[a:b].tolist(), (lo[a:b] - base).tolist(), (hi[a:b] - base).tolist(), strict=True):
+                for w, x, y in zip(
+                    where[a:b].tolist(), (lo[a:b] - base).tolist(), (hi[a:b] - base).tolist(), strict=True
+                ):
                     out[w] = data[x:y]
         return out
 

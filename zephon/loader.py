@@ -180,7 +180,9 @@ class Loader:
         self._step, self._handed, self._states = step, 0, states
         self._sealed: deque[dict[int, LaneState]] = deque()
         feeder = Feeder(stream.sources, stream.worker, stream.runner, stream.ahead_bytes)
-        open_refs = [one.ref for state in states.values() for one in (*([state.rest] if state.rest else []), *state.open)]
+        open_refs = [
+            one.ref for state in states.values() for one in (*([state.rest] if state.rest else []), *state.open)
+        ]
         samples = feeder.fetch(open_refs)
         packer = PACKERS[stream.recipe.packing]
         lanes = [

@@ -248,7 +248,9 @@ def _sources(values: object) -> tuple[SourceSpec, ...]:
     names = [source.name for source in sources]
     for name in names:
         if names.count(name) > 1:
-            raise RecipeError(f"Two sources are named {name!r}. A name keys the order of a source, so each needs its own.")
+            raise RecipeError(
+                f"Two sources are named {name!r}. A name keys the order of a source, so each needs its own."
+            )
     return tuple(sources)
 
 
@@ -267,7 +269,9 @@ def _source(values: object, number: int) -> SourceSpec:
         raise RecipeError(f"{section.label('weight')} must be a number, it is {_show(weight)}.")
     weight = Decimal(weight)
     if not weight.is_finite() or weight <= 0:
-        raise RecipeError(f"{section.label('weight')} must be above 0, it is {weight}. Remove the source to leave it out.")
+        raise RecipeError(
+            f"{section.label('weight')} must be above 0, it is {weight}. Remove the source to leave it out."
+        )
     modality = section.take("modality", str, "text")
     chunk_rows = section.number("chunk_rows", 1, None)
     return SourceSpec(name, tuple(paths), weight, modality, chunk_rows, section.rest())  # pyright: ignore[reportUnknownArgumentType]
@@ -299,4 +303,6 @@ def _run(values: object, folder: Path) -> RunSpec:
 
 
 def _show(value: object) -> str:
-    return f"{value!r}" if not isinstance(value, dict | list) else "a table" if isinstance(value, dict) else f"{value!r}"
+    return (
+        f"{value!r}" if not isinstance(value, dict | list) else "a table" if isinstance(value, dict) else f"{value!r}"
+    )

@@ -46,7 +46,13 @@ def rehearse(
     console: Console,
 ) -> Report:
     """Take global steps until step `steps`, or until Ctrl-C; call `after` with the records of each."""
-    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
     before, taken, first = loader.stats(), loader.step, 0.0
     with _PeakPss() as memory, Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         task = bars.add_task("run", total=steps, completed=loader.step, rate="")
@@ -108,15 +114,16 @@ class _PeakPss:
         last = False
         while not last:
             last = self._stop.wait(_SAMPLE_SECONDS)
-            self.peak = max(self.peak, sum(map(_pss, _family(os.getpid()))))
+            self.peak = max(self.peak, sum(map(_pss, process_tree(os.getpid()))))
 
 
-def _family(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
+    """A process and all its descendants, parents first (Linux)."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         children = []
-    return [pid, *(one for child in children for one in _family(int(child)))]
+    return [pid, *(one for child in children for one in process_tree(int(child)))]
 
 
 def _pss(pid: int) -> float:

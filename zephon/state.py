@@ -104,7 +104,9 @@ class LaneState:
                 deficit = next(numbers)
                 deficit = -(deficit + 1) // 2 if deficit % 2 else deficit // 2
                 mixed = next(numbers)
-                sources.append(SourceState(position, deficit, mixed, tuple(next(numbers) for _ in range(next(numbers)))))
+                sources.append(
+                    SourceState(position, deficit, mixed, tuple(next(numbers) for _ in range(next(numbers))))
+                )
             has_rest, waiting = next(numbers), next(numbers)
             ranges = [
                 Range(Ref(*(next(numbers) for _ in range(5))), next(numbers), next(numbers))
@@ -113,7 +115,9 @@ class LaneState:
         except (StopIteration, RuntimeError) as error:
             raise RestoreError("The state of a lane is cut or damaged. Resume from another checkpoint.") from error
         if next(numbers, None) is not None:
-            raise RestoreError("The state of a lane has bytes left over: it is damaged. Resume from another checkpoint.")
+            raise RestoreError(
+                "The state of a lane has bytes left over: it is damaged. Resume from another checkpoint."
+            )
         return LaneState(tuple(sources), ranges[0] if has_rest else None, tuple(ranges[has_rest:]))
 
 
@@ -181,7 +185,9 @@ def compare_headers(saved: bytes, running: Mapping[str, Any]) -> int:
         old = json.loads(saved)
         step = int(old["step"])
     except (ValueError, KeyError, TypeError) as error:
-        raise RestoreError("The loader's header in this checkpoint cannot be read; it is damaged or foreign.") from error
+        raise RestoreError(
+            "The loader's header in this checkpoint cannot be read; it is damaged or foreign."
+        ) from error
     before, now = _flatten({**old, "step": 0}), _flatten({**running, "step": 0})
     differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     if differing:
@@ -199,7 +205,9 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
     if isinstance(value, Mapping):
         items = [(f"{prefix}.{key}" if prefix else str(key), item) for key, item in value.items()]
     elif isinstance(value, list):
-        items = [(f"{prefix}[{item.get('name', i) if isinstance(item, dict) else i}]", item) for i, item in enumerate(value)]
+        items = [
+            (f"{prefix}[{item.get('name', i) if isinstance(item, dict) else i}]", item) for i, item in enumerate(value)
+        ]
     else:
         return {prefix: json.dumps(value)}
     return {name: leaf for key, item in items for name, leaf in _flatten(item, key).items()}

@@ -77,7 +77,9 @@ class Stream:
         """Seconds that opening took: tokenizer, index, first rows."""
 
     @staticmethod
-    def open(path: str | os.PathLike[str], *, batch: BatchSpec | None = None, progress: Progress | None = None) -> "Stream":
+    def open(
+        path: str | os.PathLike[str], *, batch: BatchSpec | None = None, progress: Progress | None = None
+    ) -> "Stream":
         """Open a recipe file; `batch` stands in for a recipe without one."""
         recipe = Recipe.load(path)
         if batch:

@@ -1,0 +1,40 @@
+# Every target sets up what it needs. `make setup` makes .venv and installs everything into it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test test-all lint format clean
+
+help:  ## what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 18
+
+setup: $(STAMP)  ## make .venv and install Zephon with everything that demo and tests need
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Zephon needs Python 3.11 or later; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)  ## train, kill, resume on 1 and on 4 ranks; compare every batch (about 4 minutes)
+	$(BIN)/python -m recipes.demo
+
+test: $(STAMP)  ## the tests, without the slow ones (about 5 minutes)
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: $(STAMP)  ## all tests; a skipped one fails, unless a GPU is missing
+	$(BIN)/python -m pytest --fail-on-skip
+
+lint: $(STAMP)  ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(STAMP)  ## let ruff format and mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove what demo and tools left; keeps .venv
+	rm -rf demo build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

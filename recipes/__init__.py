@@ -1,0 +1,1 @@
+"""Runs: TorchTitan configurations and data recipes to copy and change."""

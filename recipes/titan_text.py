@@ -1,0 +1,140 @@
+"""Text pre-training with TorchTitan: `torchrun -m torchtitan.train --module recipes.titan_text --config NAME`.
+
+Each function returns a complete run. Point it at your data with `--dataloader.recipe PATH`; every other field of
+TorchTitan's configuration can be overridden in the same way.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from recipes import cpu
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.models.llama3 import model_registry
+from torchtitan.protocols.model_spec import ModelSpec
+from zephon.titan import DataLoader, Trainer
+
+cpu.install()
+
+
+class LossLog(MetricsProcessor):
+    """TorchTitan's metrics, and the unrounded loss of every logged step as JSON lines in DUMP_FOLDER/loss.jsonl."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        pass
+
+    def __init__(self, config: Config, *, dump_folder: str, **kwargs: Any) -> None:
+        super().__init__(config, dump_folder=dump_folder, **kwargs)
+        self._file = Path(dump_folder, "loss.jsonl")
+
+    def log(self, step: int, global_avg_loss: float, *args: Any, **kwargs: Any) -> None:
+        super().log(step, global_avg_loss, *args, **kwargs)
+        self._write({"step": step, "loss": global_avg_loss})
+
+    def log_validation(self, loss: float, step: int) -> None:
+        super().log_validation(loss=loss, step=step)
+        self._write({"step": step, "validation_loss": loss})
+
+    def _write(self, line: dict[str, float]) -> None:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 0:
+            with self._file.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def _micro_spec(vocab_size: int) -> ModelSpec:
+    """The debug model of Llama 3, cut to two layers, with a vocabulary of `vocab_size`."""
+    spec = model_registry("debugmodel")
+    model = replace(
+        spec.model,
+        layers=spec.model.layers[:2],
+        vocab_size=vocab_size,
+        tok_embeddings=replace(spec.model.tok_embeddings, num_embeddings=vocab_size),
+        lm_head=replace(spec.model.lm_head, out_features=vocab_size),
+    )
+    return replace(spec, flavor="micro", model=model)
+
+
+def _run(spec: ModelSpec, recipe: str, assets: str, training: TrainingConfig, **kwargs: Any) -> Trainer.Config:
+    loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
+    return Trainer.Config(
+        model_spec=spec,
+        hf_assets_path=assets,
+        loss=ChunkedLossWrapper.Config(loss_fn=loss),
+        training=training,
+        dataloader=DataLoader.Config(recipe=recipe),
+        # The last save holds the loader too: a longer run can go on from it.
+        checkpoint=kwargs.pop("checkpoint", CheckpointManager.Config(interval=500, last_save_model_only=False)),
+        **kwargs,
+    )
+
+
+def micro() -> Trainer.Config:
+    """2.5 M parameters on the CPU: what `make demo` trains."""
+    return _run(
+        _micro_spec(vocab_size=2048),
+        recipe="demo/recipe.toml",
+        assets="demo/tokenizer",
+        training=TrainingConfig(
+            local_batch_size=2,
+            global_batch_size=8,
+            seq_len=128,
+            steps=40,
+            mixed_precision_param="float32",
+            disable_cuda_graphs=True,
+        ),
+        optimizer=default_adamw(lr=1e-3),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=4),
+        metrics=LossLog.Config(log_freq=1, disable_color_printing=True),
+        checkpoint=CheckpointManager.Config(enable=True, interval=20, last_save_model_only=False),
+        ledger=True,
+    )
+
+
+def debug() -> Trainer.Config:
+    """TorchTitan's stock debug model (6 M parameters, vocabulary of 2,048) on one GPU or the CPU."""
+    return _run(
+        model_registry("debugmodel"),
+        recipe="demo/recipe.toml",
+        assets="demo/tokenizer",
+        training=TrainingConfig(local_batch_size=8, global_batch_size=8, seq_len=2048, steps=10),
+        optimizer=default_adamw(lr=8e-4),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.8, min_lr_factor=0.0),
+        metrics=LossLog.Config(log_freq=1),
+        parallelism=ParallelismConfig(pipeline_parallel_schedule="Interleaved1F1B"),
+        checkpoint=CheckpointManager.Config(interval=10, last_save_model_only=False),
+    )
+
+
+def llama3_1b() -> Trainer.Config:
+    """Llama 3 1B on 64 lanes: 64 sequences of 8,192 tokens a step (0.5 M tokens) on 1 to 64 ranks."""
+    return _run(
+        model_registry("1B"),
+        recipe="recipes/text.toml",
+        assets="./assets/hf/Llama-3.2-1B",
+        training=TrainingConfig(local_batch_size=1, global_batch_size=64, seq_len=8192, steps=40_000),
+        optimizer=default_adamw(lr=4e-4),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1000),
+        metrics=MetricsProcessor.Config(enable_tensorboard=True),
+    )
+
+
+def llama3_8b() -> Trainer.Config:
+    """Llama 3 8B on 64 lanes: 128 sequences of 8,192 tokens a step (1 M tokens) on 1 to 64 ranks."""
+    return _run(
+        model_registry("8B"),
+        recipe="recipes/text.toml",
+        assets="./assets/hf/Llama-3.1-8B",
+        training=TrainingConfig(local_batch_size=1, global_batch_size=128, seq_len=8192, steps=40_000),
+        optimizer=default_adamw(lr=3e-4),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2000),
+        metrics=MetricsProcessor.Config(enable_tensorboard=True),
+    )

@@ -1,0 +1,261 @@
+"""TorchTitan 0.3.0: a data loader, and a thin trainer that checks what only the trainer knows.
+
+`DataLoader` wraps a `zephon.Loader`; its state goes through TorchTitan's own checkpointer, keyed by lane, so that the
+distributed checkpoint does the resharding: no shared folder, no barrier. `Trainer` adds three things: start-up checks
+(the final global batch size and the parallel dimensions are known nowhere else), a look at the loader's header in the
+checkpoint before anything is loaded, and a ledger of what `train_step` received.
+"""
+
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tyro
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.distributed import ParallelDims
+from torchtitan.trainer import Trainer as TitanTrainer
+
+from zephon.digest import lane_digest
+from zephon.errors import RecipeError, RestoreError, TopologyError
+from zephon.ledger import LedgerWriter
+from zephon.loader import check_topology
+from zephon.recipe import Recipe
+from zephon.state import HEADER, compare_headers
+from zephon.stream import Stream
+
+_STATE = "dataloader"  # TorchTitan's name for the loader in a checkpoint
+
+TitanBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+@functools.lru_cache(maxsize=8)
+def _open_stream(recipe: str, seq_len: int, global_batch_size: int | None, tokenizer: str | None) -> Stream:
+    """A stream of this process: training and every validation share tokenizer and index."""
+    loaded = Recipe.load(recipe)
+    size = global_batch_size or (loaded.batch.global_batch_size if loaded.batch else loaded.lanes)
+    loaded = loaded.with_batch(seq_len, size, "TorchTitan")
+    if tokenizer:
+        loaded = loaded.with_tokenizer(Path(tokenizer), "TorchTitan (hf_assets_path)")
+    return Stream(loaded)
+
+
+class DataLoader(BaseDataLoader):
+    """One rank's share of a Zephon stream, as TorchTitan wants it.
+
+    Yields `({"input", "positions"}, labels)`, each int64 `[local_batch_size, seq_len]` on the CPU; labels are already
+    shifted, and -100 where there is nothing to learn.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        recipe: str = ""
+        """Path of the recipe (TOML). It may leave out [batch] and [tokenizer]; where both speak they must agree."""
+
+        infinite: bool = True
+        """Set by TorchTitan's validator: whether it stops after a number of steps."""
+
+        global_batch_size: Annotated[int | None, tyro.conf.Suppress] = None
+        """Set by `Trainer`; validation takes the recipe's."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: Any,
+        seq_len: int,
+        local_batch_size: int,
+        **_: Any,
+    ) -> None:
+        if not config.infinite:
+            raise RecipeError(
+                f"{config.recipe} repeats for ever ([mix] on_end = 'repeat'), so validation over all of it would never end. "
+                "Set validator.steps to a number."
+            )
+        path = getattr(tokenizer, "tokenizer_path", None)
+        self.stream = _open_stream(os.path.abspath(config.recipe), seq_len, config.global_batch_size, path)
+        self.loader = self.stream.loader(dp_rank, dp_world_size, local_batch_size)
+
+    def __iter__(self) -> Iterator[TitanBatch]:
+        for batch in self.loader:
+            tensors = {name: torch.from_numpy(array.astype(np.int64)) for name, array in batch.items()}
+            labels = tensors.pop("labels")
+            yield tensors, labels
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.loader.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state_dict)
+
+
+class Trainer(TitanTrainer):
+    """TorchTitan's trainer with Zephon's checks and ledger. Raises `UsageError`s before the model is built."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TitanTrainer.Config):
+        dataloader: DataLoader.Config = field(default_factory=DataLoader.Config)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+        ledger: bool = False
+        """Write the digests of every lane's records, as `train_step` received them, to DUMP_FOLDER/ledger."""
+
+    dataloader: DataLoader  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, config: Config) -> None:
+        self._ledger: _Ledger | None = None
+        training = config.training
+        if not isinstance(config.dataloader, DataLoader.Config):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RecipeError(
+                f"zephon.titan.Trainer needs a zephon.titan.DataLoader.Config as its dataloader, it has "
+                f"{type(config.dataloader).__qualname__}. Use TorchTitan's own Trainer for other loaders."
+            )
+        if training.global_batch_size < 1:
+            raise TopologyError(
+                f"training.global_batch_size is {training.global_batch_size}, which means 'local batch times ranks': the "
+                "batches would silently change with the number of ranks. Set it to a multiple of the recipe's lanes."
+            )
+        super().__init__(
+            replace(config, dataloader=replace(config.dataloader, global_batch_size=training.global_batch_size))
+        )
+        if config.ledger and _speaks_for_lanes(self.parallel_dims):
+            rank, world = _data_rank(self.parallel_dims)
+            file = Path(config.dump_folder, "ledger", f"rank_{rank:05d}_of_{world:05d}.jsonl")
+            self._ledger = _Ledger(self.dataloader, file)
+
+    def init_distributed(self) -> ParallelDims:
+        """Start process groups, then check everything that depends on their number, before the model is built."""
+        dims = super().init_distributed()
+        config, training = self.config, self.config.training
+        recipe = Recipe.load(config.dataloader.recipe)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownArgumentType, reportUnknownMemberType]
+        recipe = recipe.with_batch(training.seq_len, training.global_batch_size, "TorchTitan")
+        recipe.with_tokenizer(Path(config.hf_assets_path), "TorchTitan (hf_assets_path)")
+        local = config.parallelism.pipeline_parallel_microbatch_size if dims.pp_enabled else training.local_batch_size
+        _, world = _data_rank(dims)
+        size = training.global_batch_size
+        check_topology(lanes=recipe.lanes, global_batch=size, world=world, local_batch=training.local_batch_size)
+        check_topology(lanes=recipe.lanes, global_batch=size, world=world, local_batch=local)
+        return dims
+
+    def train(self) -> None:
+        """Compare the loader's header in the checkpoint with this run, then train."""
+        if isinstance(self.checkpointer, CheckpointManager) and self.checkpointer.enable:
+            self._check_checkpoint(self.checkpointer)
+        super().train()
+
+    def _check_checkpoint(self, manager: CheckpointManager) -> None:
+        """Refuse a checkpoint that the loader cannot go on from, before the checkpointer loads any of it.
+
+        Looks where TorchTitan 0.3.0 will look; model-only checkpoints (seeds, exports) hold no loader state.
+        """
+        folder, wanted = manager.folder, self.config.checkpoint.load_step
+        step = manager._find_load_step() if wanted == -1 else wanted  # pyright: ignore[reportPrivateUsage]
+        if os.path.isdir(folder) and step > 0:
+            place = manager._create_checkpoint_id(step)  # pyright: ignore[reportPrivateUsage]
+        elif step == -1 and manager.initial_load_path and not manager.initial_load_model_only:
+            place, step = manager.initial_load_path, None
+        else:
+            return
+        if _STATE in self.config.checkpoint.exclude_from_loading:
+            raise RestoreError(
+                f"checkpoint.exclude_from_loading holds {_STATE!r}: the model would go on from {place}, while the data "
+                "silently starts again. Remove it from the list; the loader's state loads at any number of ranks."
+            )
+        header = read_header(place)
+        saved = compare_headers(header, self.dataloader.stream.header(0))
+        if step is not None and saved != step:
+            raise RestoreError(f"{place} holds the loader's state of step {saved}. The checkpoint mixes two saves.")
+
+    def batch_generator(self, data_iterable: Any) -> Iterator[TitanBatch]:
+        """Called once the checkpoint is loaded: trainer and loader must stand at the same step."""
+        if self.step != self.dataloader.loader.step:
+            raise RestoreError(
+                f"The trainer goes on from step {self.step}, but the loader from step {self.dataloader.loader.step}: the "
+                "checkpoint holds no state of this loader. Load the model alone (checkpoint.initial_load_path) to start "
+                "the data anew on purpose."
+            )
+        return super().batch_generator(data_iterable)
+
+    def train_step(self, data_iterator: Iterator[TitanBatch]) -> None:
+        if self._ledger is None:
+            return super().train_step(data_iterator)
+        super().train_step(self._ledger.watch(data_iterator))
+        self._ledger.write(self.step)
+
+    def close(self) -> None:
+        super().close()
+        if self._ledger:
+            self._ledger.close()
+
+
+class _Ledger:
+    """Digests of what `train_step` received, lane by lane."""
+
+    def __init__(self, dataloader: DataLoader, file: Path) -> None:
+        self._worker, self._lanes = dataloader.stream.worker, dataloader.loader.lanes
+        self._records: list[Mapping[str, Any]] = []
+        self._writer = LedgerWriter(file)
+
+    def watch(self, batches: Iterator[TitanBatch]) -> Iterator[TitanBatch]:
+        """Keep what the trainer takes, before it moves tensors to a device."""
+        for tensors, labels in batches:
+            arrays = {name: tensor.numpy() for name, tensor in {**tensors, "labels": labels}.items()}
+            self._records.extend(self._worker.records(arrays))
+            yield tensors, labels
+
+    def write(self, step: int) -> None:
+        """Hash a complete step."""
+        share = len(self._records) // len(self._lanes)
+        parts = [self._records[i * share : (i + 1) * share] for i in range(len(self._lanes))]
+        self._writer.write(step, {lane: lane_digest(part) for lane, part in zip(self._lanes, parts, strict=True)})
+        self._records = []
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_header(checkpoint: str) -> bytes:
+    """The loader's header from a distributed checkpoint, without loading anything else or talking to other ranks.
+
+    Raises:
+        RestoreError: the checkpoint has no loader state, or another loader's.
+    """
+    reader = FileSystemReader(checkpoint)
+    keys = [key for key in reader.read_metadata().state_dict_metadata if key.startswith(f"{_STATE}.")]
+    key = f"{_STATE}.{HEADER}"
+    if key not in keys:
+        found = (
+            f"the state of another loader ({', '.join(sorted(keys)[:3])})" if keys else "no loader state, only a model"
+        )
+        raise RestoreError(
+            f"{checkpoint} holds {found}; the data cannot go on from there. To start the data anew on purpose, load the "
+            "model alone: point checkpoint.initial_load_path at it and use an empty checkpoint folder."
+        )
+    state: dict[str, Any] = {key: b""}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state[key]
+
+
+def _data_rank(dims: ParallelDims) -> tuple[int, int]:
+    """Data-parallel rank and number of data-parallel ranks, as TorchTitan gives them to its loaders."""
+    if not dims.dp_enabled:
+        return 0, 1
+    mesh = dims.get_mesh("batch")
+    return mesh.get_local_rank(), mesh.size()
+
+
+def _speaks_for_lanes(dims: ParallelDims) -> bool:
+    """Whether this rank writes the ledger: the first of the tensor-, context- and pipeline-parallel peers."""
+    if not dist.is_initialized():
+        return True
+    meshes = (dims.get_optional_mesh(name) for name in ("tp", "cp", "pp"))
+    return all(mesh.get_local_rank() == 0 for mesh in meshes if mesh is not None)
