@@ -1,9 +1,10 @@
 """Text: a row's text becomes one sample of token ids.
 
-A sample of `m` tokens, BOS and EOS included, has `m - 1` positions: the input is the tokens without the last, the labels
-are the tokens without the first, so no label crosses a document and a cut inside one keeps its true next token.
+A sample of `m` tokens, BOS and EOS included, has `m - 1` positions: the input is the tokens without the last, the
+labels are the tokens without the first, so no label crosses a document and a cut inside one keeps its true next token.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -12,10 +13,8 @@ from numpy.typing import NDArray
 
 from modalities.tokenizer import TextTokenizer
 from zephon.errors import RecipeError, nearest
-from zephon.modality import BadRow, Context
+from zephon.modality import BadRowError, Context
 from zephon.types import Batch, Measured, Plan, Record, Row
-
-PROBED_ROWS = 64
 
 Payload = tuple[NDArray[np.int32], int, int]
 """Token ids of a whole task, and where this sample's begin and end."""
@@ -59,7 +58,7 @@ class Text:
         """One sample a row.
 
         Raises:
-            BadRow: the field is missing or no string.
+            BadRowError: the field is missing or no string.
         """
         texts, counts = self._texts(rows)
         ids, offsets = self._tokenizer.encode(texts)
@@ -69,7 +68,7 @@ class Text:
         for i, count in enumerate(positions):
             if not count:
                 counts.setdefault(i, []).append("empty")
-        payloads = [(ids, start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        payloads = [(ids, start, end) for start, end in itertools.pairwise(bounds)]
         return Measured(range(len(texts)), positions, payloads, {i: tuple(names) for i, names in counts.items()})
 
     def materialise(self, plans: Sequence[Plan]) -> Batch:
@@ -99,7 +98,7 @@ class Text:
         for i, row in enumerate(rows):
             text = row.get(self._field)
             if not isinstance(text, str):
-                raise BadRow(i, self._complaint(row))
+                raise BadRowError(i, self._complaint(row))
             if (cleaned := self._tokenizer.clean(text)) is not None:
                 text = cleaned
                 counts.setdefault(i, []).append("surrogates")

@@ -30,16 +30,27 @@ PROBES = (
     "",
     " ",
     "plain words, with punctuation; and numbers 1234567890 3.14159 1,000,000.",
-    "caf\u00e9 cafe\u0301 \u212b A\u030a \ufb01 fi \u1e9b\u0323 \u00bd \uff21\uff22\uff23 \u2460",  # normalisation forms
+    # normalisation forms
+    "caf\u00e9 cafe\u0301 \u212b A\u030a \ufb01 fi \u1e9b\u0323 \u00bd \uff21\uff22\uff23 \u2460",
+    # special tokens in text
     "<|endoftext|> <s> </s> <|im_start|>system <|begin_of_text|> [INST] <pad> <unk> <bos> <eos>",
+    # runs of white space
     "  two   three    four\ttab\t\ttabs\nline\n\nlines\n\n\n\r\ncarriage\r\r trailing   ",
     " \n \n  \t \u00a0\u2003\u3000\u200b\ufeff mixed blanks",
-    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466\U0001f1eb\U0001f1f7 \U0001f44d\U0001f3fd \u2764\ufe0f",
-    "\u0627\u0644\u0644\u063a\u0629 \u0627\u0644\u0639\u0631\u0628\u064a\u0629 \u05e2\u05d1\u05e8\u05d9\u05ea \u202eabc\u202c \u0661\u0662\u0663",
-    "\u6f22\u5b57 \u304b\u306a\u30ab\u30ca \ud55c\uad6d\uc5b4 \u0e44\u0e17\u0e22 \u0939\u093f\u0928\u094d\u0926\u0940 \u10e5\u10d0\u10e0 \u1200\u1208 \u13e3\u13b3\u13a9 \u16a0\u16a2 \U00010330\U00010331 \U00012000",
+    # emoji: joined, flags, skin tones, variation selectors
+    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466\U0001f1eb\U0001f1f7",
+    "\U0001f44d\U0001f3fd \u2764\ufe0f",
+    # right to left
+    "\u0627\u0644\u0644\u063a\u0629 \u0627\u0644\u0639\u0631\u0628\u064a\u0629 \u05e2\u05d1\u05e8\u05d9\u05ea",
+    "\u202eabc\u202c \u0661\u0662\u0663",
+    # rare scripts
+    "\u6f22\u5b57 \u304b\u306a\u30ab\u30ca \ud55c\uad6d\uc5b4 \u0e44\u0e17\u0e22 \u0939\u093f\u0928\u094d\u0926\u0940",
+    "\u10e5\u10d0\u10e0 \u1200\u1208 \u13e3\u13b3\u13a9 \u16a0\u16a2 \U00010330\U00010331 \U00012000",
+    # long runs without spaces
     "a" * 3000,
     "\u6f22" * 1000,
     "=" * 500 + "-" * 500 + "_" * 300,
+    # code, contractions, addresses, control characters
     "def f(x):\n    return {'a': [x**2 for _ in range(10)]}  # comment\n\n\nclass A:\n\tpass\n",
     "don't can't WE'LL I'M it's y'all \u2019s O'Neill 'quoted' \"double\" ``back``",
     "https://example.org/a/b?c=d&e=f#g user@example.org C:\\path\\file.txt",
@@ -61,7 +72,7 @@ class TextTokenizer:
     """
 
     def __init__(self, spec: TokenizerSpec) -> None:
-        file = _find(spec.path)
+        file = _find(spec)
         raw = file.read_bytes()
         self._json = raw.decode("utf-8")
         self._sha256 = hashlib.sha256(raw).hexdigest()
@@ -149,16 +160,16 @@ class TextTokenizer:
         return np.concatenate([np.empty(0, np.int32), *parts]), offsets
 
 
-def _find(path: Path) -> Path:
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if file.is_file() and file.suffix == ".json":
+def _find(spec: TokenizerSpec) -> Path:
+    path, file = spec.path, spec.file
+    if file.is_file():
         return file
     folder = path if path.is_dir() else path.parent
     models = sorted(folder.glob("*.model")) if folder.is_dir() else []
     if models:
         raise RecipeError(
-            f"{folder} holds {models[0].name}, a SentencePiece or tiktoken model, but no tokenizer.json. Convert it once: "
-            f"transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r}) writes one."
+            f"{folder} holds {models[0].name}, a SentencePiece or tiktoken model, but no tokenizer.json. Convert it "
+            f"once: transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})."
         )
     raise RecipeError(f"[tokenizer] path must be a folder with a tokenizer.json, or that file; {path} is neither.")
 

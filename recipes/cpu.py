@@ -40,7 +40,7 @@ def install() -> bool:
     _rebind("device_module", utils.device_module, _cpu_module())
     _rebind("device_type", utils.device_type, "cpu")
     # The class attribute, not `_compiled_flex_attn`: deterministic mode assigns that one again.
-    attention.FlexAttention.compiled_flex_attn = staticmethod(_dense_attention)
+    attention.FlexAttention.compiled_flex_attn = staticmethod(_dense_attention)  # pyright: ignore[reportAttributeAccessIssue]
     attention._compiled_create_block_mask = create_block_mask
     _rebind("compiled_create_block_mask", vision.compiled_create_block_mask, create_block_mask)
     _sum_only(fsdp)

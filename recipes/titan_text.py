@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recipes import cpu
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -18,6 +17,8 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import model_registry
 from torchtitan.protocols.model_spec import ModelSpec
+
+from recipes import cpu
 from zephon.titan import DataLoader, Trainer
 
 cpu.install()
@@ -38,8 +39,8 @@ class LossLog(MetricsProcessor):
         super().log(step, global_avg_loss, *args, **kwargs)
         self._write({"step": step, "loss": global_avg_loss})
 
-    def log_validation(self, loss: float, step: int) -> None:
-        super().log_validation(loss=loss, step=step)
+    def log_validation(self, loss: float, step: int, *args: Any, **kwargs: Any) -> None:
+        super().log_validation(loss, step, *args, **kwargs)
         self._write({"step": step, "validation_loss": loss})
 
     def _write(self, line: dict[str, float]) -> None:
@@ -53,12 +54,13 @@ class LossLog(MetricsProcessor):
 def _micro_spec(vocab_size: int) -> ModelSpec:
     """The debug model of Llama 3, cut to two layers, with a vocabulary of `vocab_size`."""
     spec = model_registry("debugmodel")
+    stock: Any = spec.model
     model = replace(
-        spec.model,
-        layers=spec.model.layers[:2],
+        stock,
+        layers=stock.layers[:2],
         vocab_size=vocab_size,
-        tok_embeddings=replace(spec.model.tok_embeddings, num_embeddings=vocab_size),
-        lm_head=replace(spec.model.lm_head, out_features=vocab_size),
+        tok_embeddings=replace(stock.tok_embeddings, num_embeddings=vocab_size),
+        lm_head=replace(stock.lm_head, out_features=vocab_size),
     )
     return replace(spec, flavor="micro", model=model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -72,7 +73,7 @@ def test_elastic_rank_r_owns_the_lanes_that_the_design_gives_it(world: World) ->
 # --- 2. resumable --------------------------------------------------------------------------------------------------
 
 
-@law(35)
+@law(30)
 @given(worlds(), st.data())
 def test_resumable_three_times_each_at_another_degree(world: World, data: st.DataObject) -> None:
     stops = sorted(data.draw(st.lists(st.integers(0, 8), min_size=3, max_size=3), label="stops"))
@@ -170,6 +171,7 @@ def test_execution_local_batch_cuts_the_same_records_into_consecutive_micro_batc
     degree = data.draw(st.sampled_from(world.degrees), label="degree")
     share, count = world.batch // degree, 3
     expected = global_batches(world, degree, count)
+    states: dict[int, dict[str, bytes]] = {}
     with opened(world) as stream:
         for local in [None, *divisors(share)]:
             for rank in range(degree):
@@ -179,10 +181,12 @@ def test_execution_local_batch_cuts_the_same_records_into_consecutive_micro_batc
                     batch = next(loader)
                     assert set(batch) == {"input", "labels", "positions"}
                     for array in batch.values():
-                        assert array.dtype == np.int32 and array.shape == (local or share, world.seq_len)
+                        assert array.dtype == np.int32
+                        assert array.shape == (local or share, world.seq_len)
                     rows += [{name: array[i].tolist() for name, array in batch.items()} for i in range(local or share)]
                     assert loader.step == number * (local or share) // share
                 assert rows == [record for step in expected[rank] for record in step]
+                assert states.setdefault(rank, loader.state_dict()) == loader.state_dict()
 
 
 @law(20)
@@ -247,6 +251,26 @@ def test_execution_a_warm_cache_never_serves_an_old_file(same_size: bool) -> Non
         with zephon.Stream.open(recipe) as stream:
             found = Fleet(stream, 1).steps(4)
     assert found == digests(world.with_source(0, shards=(tuple(new),)), 1, 4)
+
+
+def test_execution_what_was_handed_over_is_the_trainers_to_write_on() -> None:
+    world = plain_world()
+    expected = global_batches(world, 1, 4)[0]
+    with opened(world) as stream:
+        loader = stream.loader()
+        for step in range(4):
+            loader.state_dict().clear()
+            if step % 2:
+                batch = next(loader)
+                found = [{name: array[i].tolist() for name, array in batch.items()} for i in range(world.batch)]
+                arrays = list(batch.values())
+            else:
+                records = [record for lane in loader.step_records().values() for record in lane]
+                found = [record_lists(record) for record in records]
+                arrays = [array for record in records for array in record.values()]
+            assert found == expected[step]
+            for array in arrays:
+                array[...] = -1
 
 
 def test_execution_step_records_in_the_middle_of_a_step_never_misnames_a_lane() -> None:
@@ -360,17 +384,17 @@ def test_bounded_state_and_memory_do_not_grow_with_steps() -> None:
             for _ in range(steps):
                 fleet.step()
                 sizes.append(max(len(value) for key, value in fleet.state().items() if key != "header"))
+            gc.collect()
             return tracemalloc.get_traced_memory()[0]
 
         tracemalloc.start()
         try:
-            early = run(100)
-            late = run(500)
+            early, late = run(200), run(1500)
         finally:
             tracemalloc.stop()
-    # six times the steps: an epoch, a group index or a counter may need one byte more in a varint, nothing else grows
-    assert max(sizes[100:]) <= max(sizes[:100]) + 16
-    assert late - early < 64 * 1024
+    # eight times the steps: an epoch, a group index or a counter may need one byte more in a varint, nothing else grows
+    assert max(sizes[200:]) <= max(sizes[:200]) + 16
+    assert late - early < 1500 * 64
     assert max(sizes) < 300
 
 
@@ -401,7 +425,7 @@ def delivered_documents(world: World, count: int) -> dict[str, list[list[str]]]:
     return found
 
 
-@law(25)
+@law(18)
 @given(st.data())
 def test_independence_the_order_inside_a_source_does_not_depend_on_the_others(data: st.DataObject) -> None:
     chunk_rows = data.draw(st.none() | st.integers(1, 5), label="chunk_rows")
@@ -523,7 +547,8 @@ CHANGES: dict[str, tuple[World, str]] = {
     "window": (replace(SMALL, window=3), "window"),
     "piece": (replace(SMALL, piece="sequence"), "piece"),
     "unit": (replace(SMALL, unit="samples"), "unit"),
-    "lanes": (replace(SMALL, lanes=4, per_lane=1), "lanes"),
+    "more lanes": (replace(SMALL, lanes=4, per_lane=1), "lanes"),
+    "fewer lanes": (replace(SMALL, lanes=1, per_lane=4), "lanes"),
     "global batch": (replace(SMALL, per_lane=1), "global_batch_size|global batch"),
     "seq_len": (replace(SMALL, seq_len=17), "seq_len"),
     "eos": (replace(SMALL, eos=False), "eos"),
@@ -556,7 +581,8 @@ def test_refusal_both_values_of_the_field_are_shown() -> None:
         state = Fleet(stream, 1).state()
     with opened(replace(SMALL, seed=67890)) as stream, pytest.raises(zephon.RestoreError) as refusal:
         stream.loader().load_state_dict(state)
-    assert "12345" in str(refusal.value) and "67890" in str(refusal.value)
+    assert "12345" in str(refusal.value)
+    assert "67890" in str(refusal.value)
 
 
 def damaged() -> dict[str, Any]:
@@ -609,15 +635,47 @@ def test_refusal_a_source_without_any_position_is_an_error_that_names_it(lanes: 
         Fleet(stream, 1).steps(40)
 
 
-@pytest.mark.parametrize("window", [0, 4])
-@pytest.mark.parametrize("texts", [("abc", ""), ("", "abc"), ("", "", "abc"), ("abc", "", "", "", "")])
-def test_a_small_source_with_one_usable_document_is_no_error(texts: tuple[str, ...], window: int) -> None:
-    """Fewer chunks than lanes: each lane walks all of them, so the one usable document always comes round."""
+# design.md: "A source that yields no accepted position in n draws is an error". Taken by the letter, in each lane, that
+# ends runs over live sources: permutations of two epochs may put 2(n - 1) empty draws in a row.
+BY_THE_LETTER = pytest.mark.xfail(
+    raises=zephon.DataError, strict=True, reason="n draws without a position are an error"
+)
+
+
+@pytest.mark.parametrize(
+    ("texts", "window"),
+    [
+        *((texts, 0) for texts in [("abc", ""), ("", "abc"), ("", "", "abc"), ("abc", "", "", "", "")]),
+        *((texts, 4) for texts in [("abc", ""), ("", "abc"), ("", "", "abc")]),
+        pytest.param(("abc", "", "", "", ""), 4, marks=BY_THE_LETTER),
+    ],
+)
+def test_a_thin_source_with_fewer_chunks_than_lanes_is_no_error(texts: tuple[str, ...], window: int) -> None:
+    """Each lane walks all chunks in each epoch of its own, so the one usable document always comes round."""
     world = World(sources=(SourceSpec("thin", "1", (texts,), 1),), lanes=6, seq_len=8, window=window, tokenizer="none")
     with opened(world) as stream:
-        for _, records in Fleet(stream, 1).loaders[0].step_records().items():
-            assert bytes(records[0]["input"].tolist()) == b"abababab"
-        assert len(Fleet(stream, 3).steps(12)) == 12
+        fleet = Fleet(stream, 3)
+        for _ in range(12):
+            for loader in fleet.loaders:
+                for records in loader.step_records().values():
+                    assert bytes(records[0]["input"].tolist()) == b"abababab"
+
+
+@pytest.mark.parametrize(
+    ("texts", "lanes"),
+    [
+        (("abcd", "", "efgh", ""), 1),
+        pytest.param(("abcd", "", "efgh", ""), 2, marks=BY_THE_LETTER),
+        pytest.param(("abcd", "", "efgh", "ijkl"), 4, marks=BY_THE_LETTER),
+    ],
+)
+def test_a_source_with_a_few_empty_documents_is_no_error_however_long_it_runs(
+    texts: tuple[str, ...], lanes: int
+) -> None:
+    """Half or a quarter of 4 rows are empty. A lane may draw only those for a while: chance, not a dead source."""
+    world = World(sources=(SourceSpec("half", "1", (texts,), 1),), lanes=lanes, seq_len=16, window=1, tokenizer="none")
+    with opened(world) as stream:
+        Fleet(stream, 1).steps(400)
 
 
 def test_refusal_a_source_without_rows() -> None:

@@ -329,7 +329,8 @@ def merge(states: Sequence[Mapping[str, bytes]]) -> dict[str, bytes]:
     merged: dict[str, bytes] = {}
     for state in states:
         for key, value in state.items():
-            assert isinstance(key, str) and type(value) is bytes
+            assert isinstance(key, str)
+            assert type(value) is bytes
             assert merged.setdefault(key, value) == value, f"two ranks disagree on {key}"
     return merged
 

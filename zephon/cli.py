@@ -71,8 +71,8 @@ def check(
 ) -> int:
     """Validate a recipe: everything that can be known before a run.
 
-    Indexes the files, loads the tokenizer, measures the first rows of every source; prints rows, chunks and target share
-    of every source and every number of data-parallel ranks that works.
+    Indexes the files, loads the tokenizer, measures the first rows of every source; prints rows, chunks and target
+    share of every source and every number of data-parallel ranks that works.
 
     Args:
         recipe: The recipe (TOML).
@@ -122,9 +122,9 @@ def _show_check(rows: list[dict[str, Any]], worlds: list[dict[str, Any]], stream
     for row in rows:
         if row["walked_by_every_lane"]:
             out.print(
-                f"[yellow]Source {row['source']!r} has {row['chunks']} chunks for {stream.recipe.lanes} lanes: every lane "
-                "walks all of it by itself, so lanes may hold the same row at the same time. Smaller chunk_rows or fewer "
-                "lanes avoid it.[/]"
+                f"[yellow]Source {row['source']!r} has {row['chunks']} chunks for {stream.recipe.lanes} lanes: every "
+                "lane walks all of it by itself, so lanes may hold the same row at the same time. Smaller chunk_rows "
+                "or fewer lanes avoid it.[/]"
             )
     table = Table("data-parallel ranks", "lanes a rank", "sequences a rank and step", title="Ranks that work")
     for world in worlds:
@@ -148,8 +148,8 @@ def run(
 ) -> int:
     """Iterate as one training rank would, and measure.
 
-    At the end: tokens/s, CPU seconds per million tokens (all processes; imports, tokenizer load and indexing apart), peak
-    PSS, time to the first batch, realised shares, padding and drops. Ctrl-C ends the run and still reports.
+    At the end: tokens/s, CPU seconds per million tokens (all processes; imports, tokenizer load and indexing apart),
+    peak PSS, time to the first batch, realised shares, padding and drops. Ctrl-C ends the run and still reports.
 
     Args:
         recipe: The recipe (TOML).

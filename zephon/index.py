@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -34,7 +34,9 @@ Progress = Callable[[int, int], None]
 _FORMAT = 1
 _BLOCK = 32 * 1024 * 1024  # bytes one thread takes at a time: 8 blocks in flight stay under 1 GiB with their masks
 _EDGE = 4096  # bytes of head and tail that tell a changed file of the same size and time
-_BLANK = b" \t\r\n\x0b\x0c"
+BLANK = b" \t\r\n\x0b\x0c"
+"""ASCII white space: a line of nothing else is no row."""
+
 _BOM = b"\xef\xbb\xbf"
 
 Offsets = NDArray[np.uint64]
@@ -50,6 +52,10 @@ class LineIndex:
 
     def __init__(self, shard: Shard, starts: Offsets) -> None:
         self.shard, self.starts = shard, starts
+
+    def spans(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First byte of each row, and the byte behind its last, trailing blanks included."""
+        return np.asarray(self.starts[rows], np.int64), np.asarray(self.starts[rows + 1], np.int64)
 
 
 def index_files(files: dict[str, Path], cache: Path, progress: Progress | None = None) -> list[LineIndex]:
@@ -97,8 +103,8 @@ def _load(name: str, path: Path, cache: Path) -> LineIndex | None:
             return None
         starts = np.memmap(at, dtype="<u8", mode="r", offset=len(head), shape=(rows + 1,))
         return LineIndex(Shard(name, str(path), rows, int(meta["bytes"]), meta["sha256"]), starts)
-    except FileNotFoundError:
-        path.stat()  # the data file itself must be there
+    except OSError:
+        path.stat()  # the data file itself must be there; for an index any reason is good enough
         return None
     except (ValueError, KeyError, TypeError):
         logger.warning("The index %s is damaged; indexing %s again.", at, path)
@@ -150,7 +156,7 @@ def _scan(path: Path, start: int) -> tuple[Offsets, bytes, int]:
         end = start + len(block)
         starts = starts[starts < end]  # a line that starts at the next block belongs to it
         first = np.frombuffer(block, np.uint8)[(starts - np.uint64(start)).astype(np.int64)]
-        doubtful = np.flatnonzero(np.isin(first, np.frombuffer(_BLANK, np.uint8)))
+        doubtful = np.flatnonzero(np.isin(first, np.frombuffer(BLANK, np.uint8)))
         blank = [i for i in doubtful.tolist() if _is_blank(file, block, start, int(starts[i]))]
     return np.delete(starts, blank), hashlib.sha256(block).digest(), len(block)
 
@@ -159,12 +165,12 @@ def _is_blank(file: BinaryIO, block: bytes, start: int, line: int) -> bool:
     """Whether the line at `line` holds ASCII white space only."""
     stop = block.find(b"\n", line - start)
     if stop >= 0:
-        return not block[line - start : stop].strip(_BLANK)
-    if block[line - start :].strip(_BLANK):
+        return not block[line - start : stop].strip(BLANK)
+    if block[line - start :].strip(BLANK):
         return False
     file.seek(start + len(block))
     while more := file.readline(1 << 16):
-        if more.strip(_BLANK):
+        if more.strip(BLANK):
             return False
         if more.endswith(b"\n"):
             break
@@ -192,7 +198,7 @@ def _store(stamp: dict[str, int | str], shard: Shard, starts: Offsets, cache: Pa
 
 
 @contextlib.contextmanager
-def _lock(cache: Path) -> Iterator[bool]:
+def _lock(cache: Path) -> Generator[bool]:
     """Hold the cache folder while indexing; yields whether the file system could lock it."""
     fd, locked = -1, False
     try:

@@ -10,13 +10,14 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
 from zephon.errors import DataError
-from zephon.index import LineIndex
+from zephon.index import BLANK, LineIndex
 from zephon.types import Row
 
 _NEAR = 16 * 1024
@@ -66,14 +67,12 @@ class JsonlReader:
         """Bytes of each row, read in few calls: rows are visited by place and joined while the gaps are small."""
         shards = np.searchsorted(self._first, rows, side="right") - 1
         out: list[bytes] = [b""] * len(rows)
-        for shard in np.unique(shards).tolist():
+        for shard in map(int, np.unique(shards)):
             where = np.flatnonzero(shards == shard)
             local = rows[where] - self._first[shard]
             order = np.argsort(local, kind="stable")
             where, local = where[order], local[order]
-            starts = self._indexes[shard].starts
-            lo = starts[local].astype(np.int64)
-            hi = starts[local + 1].astype(np.int64)
+            lo, hi = self._indexes[shard].spans(local)
             breaks = np.flatnonzero(lo[1:] - hi[:-1] > _NEAR) + 1
             file = self._file(shard)
             for a, b in zip([0, *breaks.tolist()], [*breaks.tolist(), len(lo)], strict=True):
@@ -115,18 +114,18 @@ class JsonlReader:
             row = self._parse_slowly(raw, number)
         if not isinstance(row, dict):
             raise DataError(f"{self.place(number)}: a row must be a JSON object, this one is {_kind(row)}.")
-        return row
+        return cast(Row, row)
 
     def _parse_slowly(self, raw: bytes, number: int) -> object:
         """Parse what orjson refuses (lone surrogates, NaN, huge integers), or say exactly what is wrong and where."""
-        shard, start, _ = self._span(number)
+        _, start, _ = self._span(number)
         try:
-            text = raw.decode("utf-8")
+            text = raw.rstrip(BLANK).decode("utf-8")
         except UnicodeDecodeError as error:
             what, byte = f"byte 0x{raw[error.start]:02x} is not valid UTF-8", start + error.start
         else:
             try:
-                return json.loads(text.strip("\x0b\x0c"))
+                return json.loads(text)
             except json.JSONDecodeError as error:
                 what, byte = f"{error.msg}", start + len(text[: error.pos].encode())
             except RecursionError:
@@ -142,5 +141,7 @@ class JsonlReader:
 
 
 def _kind(value: object) -> str:
-    kinds = {list: "an array", str: "a string", bool: "a truth value", int: "a number", float: "a number"}
-    return kinds.get(type(value), "null")
+    if isinstance(value, bool):
+        return "a truth value"
+    kinds = {list: "an array", str: "a string", int: "a number", float: "a number"}
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), "null")

@@ -1,6 +1,6 @@
 """Ledgers: which batches a run saw, one JSON object a line, and how two runs compare.
 
-A line is `{"step": t, "lanes": {"00000": "<sha256>", ...}}`, with `"sha256"` of the whole step where all lanes are known.
+A line is `{"step": t, "lanes": {"00000": "<sha256>", ...}}`, with the `"sha256"` of the step where all lanes are known.
 A run of many ranks writes one file a rank into a folder; each holds the lanes of its rank. A run that was killed and
 resumed appends to its files: a step may stand there twice, and both must agree.
 """
@@ -62,8 +62,8 @@ def read_ledger(path: Path) -> Steps:
             for lane, digest in lanes.items():
                 if known.setdefault(lane, digest) != digest:
                     raise UsageError(
-                        f"{path} holds two digests for lane {lane} of step {step}: {known[lane]} and {digest}. Two runs "
-                        "wrote to it, or a resume gave other data."
+                        f"{path} holds two digests for lane {lane} of step {step}: {known[lane]} and {digest}. Two "
+                        "runs wrote to it, or a resume gave other data."
                     )
     return steps
 

@@ -139,8 +139,8 @@ class Loader:
         """
         if self._handed:
             raise RestoreError(
-                f"{self._handed} of the {self._per_step} micro-batches of step {self._step + 1} have been handed over. A "
-                "state exists between global steps only; save after the last one."
+                f"{self._handed} of the {self._per_step} micro-batches of step {self._step + 1} have been handed over. "
+                "A state exists between global steps only; save after the last one."
             )
         header = encode_header(self._stream.header(self._step))
         tag = tag_of(header)

@@ -19,7 +19,7 @@ T = TypeVar("T")
 GROUP = "zephon.modalities"
 
 
-class BadRow(ValueError):
+class BadRowError(ValueError):
     """Raised by `measure` for a row that it cannot use.
 
     Args:
@@ -77,7 +77,7 @@ class Modality(Protocol):
         """Turn raw rows into sized samples: at least one a row, of 0 positions where there is nothing to deliver.
 
         Raises:
-            BadRow: a row cannot be used.
+            BadRowError: a row cannot be used.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Source order: which row of a source a lane visits when. A pure function; no state, no I/O.
 
 A source of `n` chunks is drawn for ever: draw `p` is chunk `perm(p mod n)` of epoch `p // n`, and lane `l` of `L` takes
-draws `l, l + L, l + 2L, ...`. Draws are taken in groups of `K`; the rows of a group are visited in one permuted order. A
-place in a lane's source is therefore `(group, index)`. The order inside a source depends on its own catalogue, the
+draws `l, l + L, l + 2L, ...`. Draws are taken in groups of `K`; the rows of a group are visited in one permuted order.
+A place in a lane's source is therefore `(group, index)`. The order inside a source depends on its own catalogue, the
 seed, the number of lanes and the shuffle window: never on another source, nor on any weight.
 """
 
@@ -73,8 +73,11 @@ class SourceOrder:
         if not self._shuffled:
             return epoch, (lane + within) % n if self.shared else within
         chunk = np.empty_like(within)
-        for one in np.unique(epoch):
-            parts = ("lane chunks", self._seed, self._name, lane) if self.shared else ("chunks", self._seed, self._name)
+        for one in np.unique(epoch).tolist():
             mine = epoch == one
-            chunk[mine] = permute(n, make_key(*parts, int(one)), within[mine])
+            if self.shared:
+                key = make_key("lane chunks", self._seed, self._name, lane, one)
+            else:
+                key = make_key("chunks", self._seed, self._name, one)
+            chunk[mine] = permute(n, key, within[mine])
         return epoch, chunk

@@ -1,7 +1,7 @@
 """Packing (an accumulator): which segments share a sequence.
 
-A packer sees refs and lengths only. `offer` takes as much of a piece as it wants and says how far it came, and hands out
-a plan when a sequence is complete. What it still holds open is a list of segments, which is all its state.
+A packer sees refs and lengths only. `offer` takes as much of a piece as it wants, says how far it came, and hands out a
+plan when a sequence is complete. What it still holds open is a list of segments, which is all its state.
 """
 
 from typing import Protocol

@@ -35,6 +35,11 @@ class TokenizerSpec:
     bos: bool | None = None
     eos: bool | None = None
 
+    @property
+    def file(self) -> Path:
+        """The `tokenizer.json` that is meant, whether or not it is there."""
+        return self.path / "tokenizer.json" if self.path.suffix != ".json" else self.path
+
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
@@ -107,7 +112,7 @@ class Recipe:
         if self.batch and self.batch != asked:
             raise RecipeError(
                 f"{self.path} says seq_len = {self.batch.seq_len}, global_batch_size = {self.batch.global_batch_size}, "
-                f"but {who} says {seq_len} and {global_batch_size}. Make them agree, or leave [batch] out of the recipe."
+                f"but {who} says {seq_len} and {global_batch_size}. Make them agree, or leave out the recipe's [batch]."
             )
         _check_batch(asked, self.lanes)
         return replace(self, batch=asked)
@@ -116,8 +121,9 @@ class Recipe:
         """The recipe with the tokenizer that `who` uses; where both speak they must name the same one."""
         if self.tokenizer is None:
             return replace(self, tokenizer=TokenizerSpec(path))
-        ours, theirs = self.tokenizer.path.resolve(), path.resolve()
-        if ours != theirs and theirs not in ours.parents and ours not in theirs.parents:
+        ours, theirs = self.tokenizer.file.resolve(), TokenizerSpec(path).file.resolve()
+        same = ours == theirs or (ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes())
+        if not same:
             raise RecipeError(
                 f"{self.path} takes its tokenizer from {ours}, but {who} from {theirs}. The model would read ids of "
                 "another vocabulary. Make them agree, or leave [tokenizer] out of the recipe."
@@ -226,8 +232,8 @@ def _check_batch(batch: BatchSpec, lanes: int) -> None:
         near = f"{below} or {below + lanes}" if below else str(lanes)
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise RecipeError(
-            f"global_batch_size = {size} is not a multiple of lanes = {lanes}: some lanes would give more sequences to a "
-            f"step than others. The nearest sizes that work are {near}; the numbers of lanes that work are {divisors}."
+            f"global_batch_size = {size} is not a multiple of lanes = {lanes}: some lanes would give more sequences to "
+            f"a step than others. The nearest sizes that work are {near}; numbers of lanes that work are {divisors}."
         )
 
 
@@ -285,8 +291,8 @@ def _mix(values: object) -> MixSpec:
     section.done()
     if unit == "samples" and piece == "sequence":
         raise RecipeError(
-            "[mix] unit = 'samples' counts whole samples, but piece = 'sequence' cuts them: a long document would count "
-            "many times. Use piece = 'document', or unit = 'tokens'."
+            "[mix] unit = 'samples' counts whole samples, but piece = 'sequence' cuts them: a long document would "
+            "count many times. Use piece = 'document', or unit = 'tokens'."
         )
     return MixSpec(unit, piece, on_end)
 
@@ -302,7 +308,7 @@ def _run(values: object, folder: Path) -> RunSpec:
     return RunSpec(runner, workers, folder / cache)
 
 
-def _show(value: object) -> str:
+def _show(value: Any) -> str:
     return (
         f"{value!r}" if not isinstance(value, dict | list) else "a table" if isinstance(value, dict) else f"{value!r}"
     )

@@ -1,6 +1,6 @@
 """The state of a stream: a header that all ranks share, and a few bytes a lane.
 
-A lane's bytes are the first 16 bytes of the header's SHA-256, then integers as LEB128 varints (signed ones zigzag), in a
+A lane's bytes are the first 16 bytes of the header's SHA-256, then integers as LEB128 varints (signed ones zigzag) in a
 fixed order that `LaneState.encode` shows. No pickle, no text, nothing that depends on time or machine: ranks that hold
 the same lane write the same bytes.
 """
@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from zephon.errors import RestoreError
 from zephon.types import Ref
@@ -22,10 +22,17 @@ _TAG = 16
 
 
 class Position(NamedTuple):
-    """How far a lane has come in one source: the next sample to be mixed, and how much of it has been taken."""
+    """How far a lane has come in one source: the next sample to be mixed, and how much of it has been taken.
+
+    Attributes:
+        group: number of the group.
+        place: place of the row in its group.
+        sample: number of the sample in the row.
+        offset: positions of it that have been taken.
+    """
 
     group: int = 0
-    index: int = 0
+    place: int = 0
     sample: int = 0
     offset: int = 0
 
@@ -203,11 +210,14 @@ def compare_headers(saved: bytes, running: Mapping[str, Any]) -> int:
 def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
     """Dotted names of all leaves; list entries are numbered, or named where they have a name."""
     if isinstance(value, Mapping):
-        items = [(f"{prefix}.{key}" if prefix else str(key), item) for key, item in value.items()]
+        mapping = cast(Mapping[str, Any], value)
+        items = [(f"{prefix}.{key}" if prefix else key, item) for key, item in mapping.items()]
     elif isinstance(value, list):
-        items = [
-            (f"{prefix}[{item.get('name', i) if isinstance(item, dict) else i}]", item) for i, item in enumerate(value)
+        entries = cast(list[Any], value)
+        names = [
+            cast(Any, one["name"] if isinstance(one, dict) and "name" in one else i) for i, one in enumerate(entries)
         ]
+        items = [(f"{prefix}[{name}]", one) for name, one in zip(names, entries, strict=True)]
     else:
         return {prefix: json.dumps(value)}
     return {name: leaf for key, item in items for name, leaf in _flatten(item, key).items()}

@@ -4,7 +4,6 @@ import glob
 import logging
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet

@@ -6,9 +6,11 @@ distributed checkpoint does the resharding: no shared folder, no barrier. `Train
 checkpoint before anything is loaded, and a ledger of what `train_step` received.
 """
 
+# pyright: reportMissingTypeStubs=false
+
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +18,9 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import tyro
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load  # pyright: ignore[reportUnknownVariableType]
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.distributed import ParallelDims
@@ -31,6 +33,7 @@ from zephon.loader import check_topology
 from zephon.recipe import Recipe
 from zephon.state import HEADER, compare_headers
 from zephon.stream import Stream
+from zephon.types import Record
 
 _STATE = "dataloader"  # TorchTitan's name for the loader in a checkpoint
 
@@ -79,8 +82,8 @@ class DataLoader(BaseDataLoader):
     ) -> None:
         if not config.infinite:
             raise RecipeError(
-                f"{config.recipe} repeats for ever ([mix] on_end = 'repeat'), so validation over all of it would never end. "
-                "Set validator.steps to a number."
+                f"{config.recipe} repeats for ever ([mix] on_end = 'repeat'), so validation over all of it would never "
+                "end. Set validator.steps to a number."
             )
         path = getattr(tokenizer, "tokenizer_path", None)
         self.stream = _open_stream(os.path.abspath(config.recipe), seq_len, config.global_batch_size, path)
@@ -88,7 +91,7 @@ class DataLoader(BaseDataLoader):
 
     def __iter__(self) -> Iterator[TitanBatch]:
         for batch in self.loader:
-            tensors = {name: torch.from_numpy(array.astype(np.int64)) for name, array in batch.items()}
+            tensors = {name: torch.from_numpy(array.astype(np.int64)) for name, array in batch.items()}  # pyright: ignore[reportUnknownMemberType]
             labels = tensors.pop("labels")
             yield tensors, labels
 
@@ -121,7 +124,7 @@ class Trainer(TitanTrainer):
             )
         if training.global_batch_size < 1:
             raise TopologyError(
-                f"training.global_batch_size is {training.global_batch_size}, which means 'local batch times ranks': the "
+                f"training.global_batch_size is {training.global_batch_size}, which means 'local batch times ranks': "
                 "batches would silently change with the number of ranks. Set it to a multiple of the recipe's lanes."
             )
         super().__init__(
@@ -147,7 +150,13 @@ class Trainer(TitanTrainer):
         return dims
 
     def train(self) -> None:
-        """Compare the loader's header in the checkpoint with this run, then train."""
+        """Check vocabulary and checkpoint, then train."""
+        ids, rows = self.tokenizer.get_vocab_size(), getattr(self.model_config, "vocab_size", None)
+        if rows is not None and ids > rows:
+            raise RecipeError(
+                f"The tokenizer has {ids} ids, but the model has {rows} embeddings: training would fail at the first id "
+                "beyond them. Use the model's own tokenizer, or a model with a larger vocabulary."
+            )
         if isinstance(self.checkpointer, CheckpointManager) and self.checkpointer.enable:
             self._check_checkpoint(self.checkpointer)
         super().train()
@@ -179,17 +188,18 @@ class Trainer(TitanTrainer):
         """Called once the checkpoint is loaded: trainer and loader must stand at the same step."""
         if self.step != self.dataloader.loader.step:
             raise RestoreError(
-                f"The trainer goes on from step {self.step}, but the loader from step {self.dataloader.loader.step}: the "
-                "checkpoint holds no state of this loader. Load the model alone (checkpoint.initial_load_path) to start "
-                "the data anew on purpose."
+                f"The trainer goes on from step {self.step}, but the loader from step {self.dataloader.loader.step}: "
+                "the checkpoint holds no state of this loader. Load the model alone (checkpoint.initial_load_path) to "
+                "start the data anew on purpose."
             )
         return super().batch_generator(data_iterable)
 
     def train_step(self, data_iterator: Iterator[TitanBatch]) -> None:
-        if self._ledger is None:
-            return super().train_step(data_iterator)
-        super().train_step(self._ledger.watch(data_iterator))
-        self._ledger.write(self.step)
+        if self._ledger:
+            super().train_step(self._ledger.watch(data_iterator))
+            self._ledger.write(self.step)
+        else:
+            super().train_step(data_iterator)
 
     def close(self) -> None:
         super().close()
@@ -202,7 +212,7 @@ class _Ledger:
 
     def __init__(self, dataloader: DataLoader, file: Path) -> None:
         self._worker, self._lanes = dataloader.stream.worker, dataloader.loader.lanes
-        self._records: list[Mapping[str, Any]] = []
+        self._records: list[Record] = []
         self._writer = LedgerWriter(file)
 
     def watch(self, batches: Iterator[TitanBatch]) -> Iterator[TitanBatch]:
@@ -237,11 +247,11 @@ def read_header(checkpoint: str) -> bytes:
             f"the state of another loader ({', '.join(sorted(keys)[:3])})" if keys else "no loader state, only a model"
         )
         raise RestoreError(
-            f"{checkpoint} holds {found}; the data cannot go on from there. To start the data anew on purpose, load the "
-            "model alone: point checkpoint.initial_load_path at it and use an empty checkpoint folder."
+            f"{checkpoint} holds {found}; the data cannot go on from there. To start the data anew on purpose, load "
+            "the model alone: point checkpoint.initial_load_path at it and use an empty checkpoint folder."
         )
     state: dict[str, Any] = {key: b""}
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    load(state, storage_reader=reader, no_dist=True)
     return state[key]
 
 

@@ -1,8 +1,8 @@
 """Workers: the stateless, costly work on micro-batches, and the runner that has it done.
 
 A worker reads and measures rows, and materialises plans. Its results depend on its arguments alone, so it does not
-matter who works, how many do, or how the work is grouped. A runner takes work and returns handles; results are asked for
-in the order in which order-dependent code needs them, so it may finish them in any order.
+matter who works, how many do, or how the work is grouped. A runner takes work and returns handles; results are asked
+for in the order in which order-dependent code needs them, so it may finish them in any order.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from zephon.catalogue import Catalogue
 from zephon.errors import DataError
-from zephon.modality import BadRow, Modality
+from zephon.modality import BadRowError, Modality
 from zephon.types import Batch, Measured, Plan, Record, Row
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class RowReader(Protocol):
@@ -65,7 +66,7 @@ class Worker:
         one = self._sources[source]
         try:
             return one.modality.measure(one.reader.read(rows))
-        except BadRow as error:
+        except BadRowError as error:
             place = one.reader.place(int(rows[error.row]))
             raise DataError(f"Source {one.name!r}: {place}: {error.reason}") from error
 
@@ -83,10 +84,10 @@ class Worker:
             source.reader.close()
 
 
-class Handle(Protocol, Generic[T]):
+class Handle(Protocol[T_co]):
     """Work that has been given away."""
 
-    def result(self) -> T:
+    def result(self) -> T_co:
         """Wait for the result; raises what the work raised."""
         ...
 

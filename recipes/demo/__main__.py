@@ -6,6 +6,7 @@ Everything lands in `demo/`: corpus, tokenizer, checkpoints, ledgers, logs, and 
 digest of Zephon's differs.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,14 +15,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipes.demo.corpus import build
-from recipes.demo.picture import draw
 from rich.console import Console
 from rich.table import Table
+
+from recipes.demo.corpus import build
+from recipes.demo.picture import draw
 from zephon.ledger import compare_ledgers, read_ledger
 from zephon.rehearse import process_tree
 
@@ -148,7 +149,7 @@ def train(
 
 
 def kill_after_save(name: str) -> int:
-    """Train until the checkpoint of step `SAVE` is complete, then SIGKILL every process; returns the last whole step."""
+    """Train until the checkpoint of step `SAVE` is complete, then SIGKILL every process; gives the last whole step."""
     _copy_checkpoint("seed", name)
     say = f"(b) 2 ranks, killed with SIGKILL after the save at step {SAVE}"
     with console.status(say):
@@ -177,10 +178,8 @@ def _launch(name: str, ranks: int, module: tuple[str, str], *extra: str) -> subp
 
 
 def _kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _copy_checkpoint(source: str, target: str) -> None:
@@ -205,6 +204,7 @@ def rows_of(name: str) -> dict[int, str]:
 
 
 def first_difference(step: int | None) -> str:
+    """How the table names a step."""
     return "none" if step is None else f"step {step}"
 
 
@@ -220,11 +220,12 @@ def _report(ours: list[Row], stock: list[Row]) -> None:
         table.add_row(row.name, row.ranks, row.differs, row.loss_gap)
     console.print(table)
     file = ROOT / "loss.png"
-    curves: Callable[[list[Row]], list[tuple[str, Losses]]] = lambda rows: [
-        (f"{row.name}, {row.ranks} ranks", row.losses) for row in rows if row.losses
-    ]
-    draw(curves(ours), curves(stock), SAVE, file)
+    draw(_curves(ours), _curves(stock), SAVE, file)
     console.print(f"Loss curves: {file}. On the CPU attention is a dense mask, the rest is TorchTitan's own trainer.")
+
+
+def _curves(rows: list[Row]) -> list[tuple[str, Losses]]:
+    return [(f"{row.name}, {row.ranks} ranks", row.losses) for row in rows if row.losses]
 
 
 if __name__ == "__main__":

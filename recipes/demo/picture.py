@@ -13,7 +13,7 @@ _STYLES = (("-", 4.0, 0.35), ("-", 1.2, 1.0), ("--", 1.6, 1.0), (":", 2.2, 1.0))
 
 
 def draw(ours: list[Curve], stock: list[Curve], saved: int, file: Path) -> None:
-    """Two panels with one scale: Zephon left, TorchTitan's own loader right; the first curve of each is uninterrupted."""
+    """Two panels with one scale, Zephon left, TorchTitan's own loader right; the first curve is uninterrupted."""
     figure, panels = plt.subplots(1, 2, figsize=(12, 4.6), sharey=True, layout="constrained")
     for panel, title, curves in zip(panels, ("Zephon", "TorchTitan's own loader"), (ours, stock), strict=True):
         for (name, losses), (line, width, alpha) in zip(curves, _STYLES, strict=False):

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from datasets import load_dataset
-from recipes.titan_text import micro
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HFDataSource, InterleavedHuggingFaceTextDataLoader
 from torchtitan.trainer import Trainer
+
+from recipes.titan_text import micro
 
 
 def _load(path: str) -> Any:

@@ -1,0 +1,39 @@
+"""Small recipes on disk for tests that need one, not many."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from worlds import tokenizer_folder
+
+WORDS = "lane worker accumulator record segment plan chunk ref cut mix pack shuffle stream epoch".split()
+
+
+def documents(count: int, start: int = 0) -> list[str]:
+    """`count` documents of 1 to 40 words, told apart by their first word."""
+    return [" ".join([f"doc{start + i}", *(WORDS[(i * 7 + k * k) % len(WORDS)] for k in range(i * 13 % 40))]) for i in range(count)]
+
+
+def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def write_recipe(folder: Path, *, lanes: int = 4, size: int = 8, seq_len: int = 32, extra: str = "", sources: str = "", tail: str = "") -> Path:
+    """A recipe with two sources (0.7 of `a`, 0.3 of `b`) unless `sources` says otherwise, and its data."""
+    write_jsonl(folder / "a" / "one.jsonl", documents(60))
+    write_jsonl(folder / "a" / "two.jsonl", documents(40, 60))
+    write_jsonl(folder / "b" / "one.jsonl", documents(50, 1000))
+    sources = sources or (
+        '[[sources]]\nname = "a"\npaths = ["a/*.jsonl"]\nweight = 0.7\n'
+        '[[sources]]\nname = "b"\npaths = ["b/*.jsonl"]\nweight = 0.3\n'
+    )
+    path = folder / "recipe.toml"
+    path.write_text(
+        f"seed = 7\nlanes = {lanes}\n{extra}\n"
+        f"[batch]\nseq_len = {seq_len}\nglobal_batch_size = {size}\n"
+        f'[tokenizer]\npath = "{tokenizer_folder("both")}"\n{sources}'
+        f'[shuffle]\nwindow = 16\n{tail}\n[run]\ncache = "cache"\n'
+    )
+    return path

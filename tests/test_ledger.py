@@ -1,0 +1,66 @@
+"""Ledgers survive kills and resumes, and comparing them finds the first difference."""
+
+from pathlib import Path
+
+import pytest
+
+from zephon import UsageError
+from zephon.ledger import LedgerWriter, compare_ledgers, read_ledger
+
+ONE, TWO = bytes(32), bytes([1]) * 32
+
+
+def write(path: Path, steps: dict[int, dict[int, bytes]]) -> Path:
+    writer = LedgerWriter(path)
+    for step, lanes in steps.items():
+        writer.write(step, lanes)
+    writer.close()
+    return path
+
+
+def test_ranks_are_merged(tmp_path: Path) -> None:
+    write(tmp_path / "l" / "rank_0.jsonl", {1: {0: ONE, 1: ONE}})
+    write(tmp_path / "l" / "rank_1.jsonl", {1: {2: TWO}})
+    assert read_ledger(tmp_path / "l") == {1: {"00000": ONE.hex(), "00001": ONE.hex(), "00002": TWO.hex()}}
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "la', b"x" * 200_000])
+def test_a_torn_line_is_cut_off_and_written_again(tmp_path: Path, torn: bytes) -> None:
+    path = write(tmp_path / "l.jsonl", {1: {0: ONE}, 2: {0: ONE}})
+    with path.open("ab") as file:
+        file.write(torn)
+    assert sorted(read_ledger(path)) == [1, 2]
+    write(path, {3: {0: ONE}})
+    assert sorted(read_ledger(path)) == [1, 2, 3]
+
+
+def test_a_file_that_is_one_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "l.jsonl"
+    path.write_bytes(b'{"step')
+    assert write(path, {1: {0: ONE}}).read_text().count("\n") == 1
+    assert sorted(read_ledger(path)) == [1]
+
+
+def test_a_step_may_be_written_twice_if_both_agree(tmp_path: Path) -> None:
+    path = write(tmp_path / "l.jsonl", {1: {0: ONE}})
+    write(path, {1: {0: ONE}})
+    assert sorted(read_ledger(path)) == [1]
+    write(path, {1: {0: TWO}})
+    with pytest.raises(UsageError, match="two digests for lane 00000 of step 1"):
+        read_ledger(path)
+
+
+def test_other_files_are_refused_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "l.jsonl"
+    path.write_text('{"step": 1, "lanes": {}}\n{"step": 2, "sha256": "x"}\n')
+    with pytest.raises(UsageError, match=r"l\.jsonl, line 2 is no line of a ledger"):
+        read_ledger(path)
+    with pytest.raises(UsageError, match="neither a ledger file nor a folder"):
+        read_ledger(tmp_path / "nowhere")
+
+
+def test_a_missing_lane_differs_and_a_missing_step_is_counted() -> None:
+    a = {1: {"00000": "x", "00001": "y"}, 2: {"00000": "x"}}
+    found = compare_ledgers(a, {1: {"00000": "x"}})
+    assert (found.compared, found.step, found.lanes, found.only) == (1, 1, ["00001"], 1)
+    assert compare_ledgers(a, a).step is None

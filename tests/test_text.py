@@ -1,0 +1,200 @@
+"""Tokenisation is exact and text records are what the contract says."""
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from worlds import BOS, EOS, tokenizer_folder
+
+from modalities.text import Text
+from modalities.tokenizer import PROBES, TextTokenizer
+from zephon import RecipeError
+from zephon.modality import BadRowError, Context, find_modality
+from zephon.recipe import TokenizerSpec
+from zephon.types import Ref, Sample, Segment
+
+HARD = [*PROBES, "<eos> in text <bos>", "\U0001f600" * 50, "a\u0301" * 30, "\r\n" * 20, " " * 200, "0" * 100]
+
+
+def text(folder: Path, options: dict[str, object] | None = None, **spec: bool) -> Text:
+    return Text(options or {}, Context(16, TokenizerSpec(folder, **spec)))
+
+
+def ids_of(modality: Text, value: str) -> list[int]:
+    ids, start, end = modality.measure([{"text": value}]).payloads[0]
+    return ids[start:end].tolist()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real BPE, trained on real text: the sources of this project."""
+    from recipes.demo.corpus import _train_tokenizer
+
+    folder = tmp_path_factory.mktemp("trained")
+    _train_tokenizer([path.read_text() for path in sorted(Path(__file__).parent.parent.glob("zephon/*.py"))], folder)
+    return folder
+
+
+def test_the_fast_library_is_used_and_gives_the_ids_of_the_reference(trained: Path) -> None:
+    tokenizer = TextTokenizer(TokenizerSpec(trained))
+    assert tokenizer.library == "fastokens"
+    reference = Tokenizer.from_file(str(trained / "tokenizer.json"))
+    reference.encode_special_tokens = True
+    texts = HARD + [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    ids, offsets = tokenizer.encode(texts)
+    for i, value in enumerate(texts):
+        assert ids[offsets[i] : offsets[i + 1]].tolist() == reference.encode(value, add_special_tokens=False).ids
+
+
+def test_it_falls_back_loudly_on_any_difference(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = TextTokenizer(TokenizerSpec(trained))
+    reference, _ = tokenizer._encode_reference(["some text"])
+
+    class Wrong:
+        def encode_batch_flat(self, texts: list[str], **_: bool) -> tuple[bytes, bytes]:
+            return b"\0\0\0\0" * len(texts), np.arange(len(texts) + 1, dtype="<u8").tobytes()
+
+    tokenizer._fast = Wrong()
+    tokenizer.compare(["some text"], "the first documents")
+    assert tokenizer.library == "tokenizers"
+    assert "disagree on the first documents" in caplog.text
+    assert tokenizer.encode(["some text"])[0].tolist() == reference.tolist()
+
+
+def test_it_falls_back_loudly_when_the_fast_library_cannot_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A WordLevel model, which fastokens does not know."""
+    from tokenizers import models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with caplog.at_level(logging.WARNING):
+        loaded = TextTokenizer(TokenizerSpec(tmp_path))
+    if loaded.library == "tokenizers":
+        assert "using tokenizers" in caplog.text
+    assert loaded.encode(["a b a", "c"])[0].tolist() == [0, 1, 0, 2]
+
+
+def test_bos_and_eos_come_from_the_config_and_never_from_the_template() -> None:
+    assert ids_of(text(tokenizer_folder("both")), "ab") == [BOS, 97, 98, EOS]
+    assert ids_of(text(tokenizer_folder("eos")), "ab") == [97, 98, EOS]
+    assert ids_of(text(tokenizer_folder("none")), "ab") == [97, 98]
+
+
+def test_the_recipe_overrules_the_config() -> None:
+    both = tokenizer_folder("both")
+    assert ids_of(text(both, bos=False), "ab") == [97, 98, EOS]
+    assert ids_of(text(both, eos=False), "ab") == [BOS, 97, 98]
+    assert ids_of(text(both, bos=True, eos=True), "ab") == [BOS, 97, 98, EOS]
+    with pytest.raises(RecipeError, match="bos = true, but tokenizer_config.json .* defines no bos_token"):
+        text(tokenizer_folder("eos"), bos=True)
+
+
+def test_config_may_hold_tokens_as_objects_and_must_name_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder("none") / "tokenizer.json").read_bytes())
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": {"content": "<eos>", "special": True}}))
+    assert ids_of(text(tmp_path), "a") == [97, EOS]
+    config.write_text(json.dumps({"eos_token": "</s>"}))
+    with pytest.raises(RecipeError, match="names '</s>' as eos_token, but .* has no such token"):
+        text(tmp_path)
+    config.write_text("{")
+    with pytest.raises(RecipeError, match=r"tokenizer_config\.json is not valid JSON"):
+        text(tmp_path)
+
+
+def test_special_tokens_in_text_are_text_and_counted() -> None:
+    measured = text(tokenizer_folder("both")).measure([{"text": "a<eos>b"}, {"text": "plain"}])
+    ids, start, end = measured.payloads[0]
+    assert ids[start:end].tolist() == [BOS, *b"a<eos>b", EOS]
+    assert measured.counts == {0: ("special tokens in text",)}
+
+
+def test_lone_surrogates_become_replacement_characters_and_are_counted() -> None:
+    measured = text(tokenizer_folder("none")).measure([{"text": "a\ud800b"}, {"text": "caf\u00e9"}])
+    ids, start, end = measured.payloads[0]
+    assert ids[start:end].tolist() == list("a\ufffdb".encode())
+    assert measured.counts == {0: ("surrogates",)}
+
+
+def test_texts_of_fewer_than_two_tokens_have_no_position() -> None:
+    measured = text(tokenizer_folder("none")).measure([{"text": ""}, {"text": "a"}, {"text": "ab"}])
+    assert list(measured.positions) == [0, 0, 1]
+    assert measured.counts == {0: ("empty",), 1: ("empty",)}
+
+
+@pytest.mark.parametrize("length", [3, 3000])  # copied with a mask, and text by text
+def test_edges_are_put_around_every_text(length: int) -> None:
+    texts = ["x" * length, "", "y" * length]
+    for kind, bos, eos in (("both", [BOS], [EOS]), ("eos", [], [EOS]), ("none", [], [])):
+        modality = text(tokenizer_folder(kind))
+        measured = modality.measure([{"text": one} for one in texts])
+        found = [ids[start:end].tolist() for ids, start, end in measured.payloads]
+        assert found == [[*bos, *one.encode(), *eos] for one in texts]
+
+
+def test_a_bad_row_says_what_the_row_has() -> None:
+    modality = text(tokenizer_folder("both"), {"text": "content"})
+    with pytest.raises(BadRowError, match=r"no field 'content'; the row has \['contents', 'id'\]\. Did you mean 'contents'"):
+        modality.measure([{"content": "good"}, {"contents": "x", "id": 3}])
+    with pytest.raises(BadRowError, match="field 'content' must be a string, it is None"):
+        modality.measure([{"content": None}])
+    with pytest.raises(BadRowError) as error:
+        modality.measure([{"content": "good"}, {"content": 3}])
+    assert error.value.row == 1
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(RecipeError, match="txet is not a known key of a source of modality 'text'.*Did you mean 'text'"):
+        text(tokenizer_folder("both"), {"txet": "x"})
+    with pytest.raises(RecipeError, match="text must be the name of a field, it is 3"):
+        text(tokenizer_folder("both"), {"text": 3})
+    with pytest.raises(RecipeError, match="needs one"):
+        Text({}, Context(16, None))
+
+
+def test_a_tokenizer_that_is_not_there_or_must_be_converted(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"must be a folder with a tokenizer\.json, or that file"):
+        text(tmp_path)
+    with pytest.raises(RecipeError, match=r"must be a folder with a tokenizer\.json"):
+        text(tmp_path / "nowhere")
+    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
+    with pytest.raises(RecipeError, match=r"holds tokenizer\.model, a SentencePiece .* Convert it once: transformers"):
+        text(tmp_path)
+
+
+def test_records_hold_inputs_shifted_labels_and_positions_from_zero() -> None:
+    modality = text(tokenizer_folder("both"))
+    measured = modality.measure([{"text": "abcdef"}, {"text": "xy"}])  # 7 and 3 positions
+    one, two = (Sample(Ref(0, 0, 0, i, 0), measured.positions[i], measured.payloads[i]) for i in range(2))
+    batch = modality.materialise([[Segment(one, 2, 7), Segment(two, 0, 3)]])
+    assert {name: (array.dtype.str, array.shape) for name, array in batch.items()} == dict.fromkeys(
+        ("input", "labels", "positions"), ("<i4", (1, 16))
+    )
+    assert batch["input"][0].tolist() == [*b"bcdef", BOS, *b"xy", *[0] * 8]
+    assert batch["labels"][0].tolist() == [*b"cdef", EOS, *b"xy", EOS, *[-100] * 8]
+    assert batch["positions"][0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, *[0] * 8]
+
+
+def test_records_narrow_what_a_trainer_widened() -> None:
+    modality = text(tokenizer_folder("both"))
+    measured = modality.measure([{"text": "abcdef"}])
+    batch = modality.materialise([[Segment(Sample(Ref(0, 0, 0, 0, 0), 7, measured.payloads[0]), 0, 7)]])
+    wide = {name: array.astype(np.int64) for name, array in batch.items()}
+    for a, b in zip(modality.records(batch), modality.records(wide), strict=True):
+        assert all(np.array_equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+
+
+def test_an_unknown_modality_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(RecipeError, match=r"Unknown modality 'txt'; installed are \['text'\]\. Did you mean 'text'"):
+        find_modality("txt")
+
+
+def test_a_long_text_without_spaces_takes_linear_time(trained: Path) -> None:
+    tokenizer = TextTokenizer(TokenizerSpec(trained))
+    ids, _ = tokenizer.encode(["ab" * 2_000_000])  # 4 MB in one pre-token: seconds if quadratic would be hours
+    assert tokenizer.library == "fastokens"
+    assert len(ids) > 100_000

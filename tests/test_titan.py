@@ -1,0 +1,145 @@
+"""TorchTitan's real trainer on real process groups (gloo) of 1, 2 and 4 ranks, with its own checkpointer."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small import write_recipe
+from worlds import tokenizer_folder
+
+from zephon import Stream
+from zephon.digest import lane_digest
+from zephon.ledger import compare_ledgers, ledger_line, read_ledger
+
+STEPS, SAVE = 6, 3
+HERE = Path(__file__).parent
+
+
+def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    return subprocess.run(
+        [*launch, "--rdzv-endpoint=localhost:0", *command],
+        capture_output=True, text=True, check=False, env=environment, timeout=300, cwd=HERE.parent,
+    )  # fmt: skip
+
+
+def train(folder: Path, ranks: int, *extra: str, works: bool = True) -> str:
+    done = torchrun(
+        ranks, "-m", "torchtitan.train", "--module", "recipes.titan_text", "--config", "micro",
+        "--dump_folder", str(folder), "--dataloader.recipe", str(folder.parent / "recipe.toml"),
+        "--hf_assets_path", str(tokenizer_folder("both")), "--training.seq_len", "32", "--training.global_batch_size", "8",
+        "--training.steps", str(STEPS), "--checkpoint.interval", str(SAVE), *extra,
+    )  # fmt: skip
+    assert (done.returncode == 0) == works, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout + done.stderr
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in map(json.loads, (folder / "loss.jsonl").read_text().splitlines()) if "loss" in line}
+
+
+def copy_step(source: Path, target: Path, step: int) -> Path:
+    shutil.copytree(source / "checkpoint" / f"step-{step}", target / "checkpoint" / f"step-{step}")
+    return target
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A seed checkpoint, and a run of 2 ranks that saved at step 3 and went on to step 6."""
+    folder = tmp_path_factory.mktemp("titan")
+    write_recipe(folder)
+    train(folder / "seed", 1, "--checkpoint.create_seed_checkpoint")
+    train(copy_step(folder / "seed", folder / "two", 0), 2)
+    return folder
+
+
+def plain_ledger(folder: Path) -> dict[int, dict[str, str]]:
+    """What the loader alone gives, without any trainer."""
+    with Stream.open(folder / "recipe.toml") as stream:
+        loader = stream.loader()
+        lines = [
+            ledger_line(step, {lane: lane_digest(mine) for lane, mine in loader.step_records().items()}, whole=True)
+            for step in range(1, STEPS + 1)
+        ]
+    return {line["step"]: line["lanes"] for line in lines}
+
+
+def test_train_step_receives_what_the_loader_gives(jobs: Path) -> None:
+    assert sorted(file.name for file in (jobs / "two" / "ledger").iterdir()) == [
+        "rank_00000_of_00002.jsonl",
+        "rank_00001_of_00002.jsonl",
+    ]
+    assert read_ledger(jobs / "two" / "ledger") == plain_ledger(jobs)
+
+
+@pytest.mark.parametrize(("ranks", "local"), [(1, 4), (4, 2)])
+def test_resumed_on_another_number_of_ranks_with_other_micro_batches(jobs: Path, ranks: int, local: int) -> None:
+    folder = copy_step(jobs / "two", jobs / f"on-{ranks}", SAVE)
+    train(folder, ranks, "--training.local_batch_size", str(local))
+    whole, resumed = read_ledger(jobs / "two" / "ledger"), read_ledger(folder / "ledger")
+    assert sorted(resumed) == [4, 5, 6]
+    assert compare_ledgers(whole, resumed).step is None
+    expected, found = losses(jobs / "two"), losses(folder)
+    assert found.keys() == {4, 5, 6}
+    assert max(abs(expected[step] - found[step]) for step in found) < 1e-5
+
+
+def test_only_one_of_the_tensor_parallel_peers_writes(jobs: Path) -> None:
+    folder = copy_step(jobs / "two", jobs / "tensor", SAVE)
+    train(folder, 2, "--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "1")
+    assert [file.name for file in (folder / "ledger").iterdir()] == ["rank_00000_of_00001.jsonl"]
+    assert compare_ledgers(read_ledger(jobs / "two" / "ledger"), read_ledger(folder / "ledger")).step is None
+
+
+def test_validation_has_a_recipe_of_its_own(jobs: Path) -> None:
+    folder = copy_step(jobs / "two", jobs / "validated", SAVE)
+    done = torchrun(2, str(HERE / "titan_job.py"), "validate", str(folder))
+    assert done.returncode == 0, done.stderr[-5000:]
+    values = [json.loads(line) for line in (folder / "loss.jsonl").read_text().splitlines()]
+    seen = [line["validation_loss"] for line in values if "validation_loss" in line]
+    assert len(seen) == 2
+    assert seen[0] != seen[1]
+    assert compare_ledgers(read_ledger(jobs / "two" / "ledger"), read_ledger(folder / "ledger")).step is None
+
+
+def test_ranks_that_do_not_divide_the_lanes_are_refused(jobs: Path) -> None:
+    text = (jobs / "recipe.toml").read_text()
+    odd = jobs / "odd" / "recipe.toml"
+    odd.parent.mkdir()
+    odd.write_text(text.replace("lanes = 4", "lanes = 1").replace("paths = [\"", f"paths = [\"{jobs}/"))
+    log = train(odd.parent / "run", 2, works=False)
+    assert "2 data-parallel ranks cannot share 1 lanes evenly" in log
+    assert not (odd.parent / "run" / "checkpoint").exists()
+
+
+def test_every_start_up_refusal(jobs: Path) -> None:
+    """All in one process, one after the other: what is wrong is said before the model is built or anything is loaded."""
+    done = torchrun(1, str(HERE / "titan_job.py"), "refusals", str(jobs))
+    assert done.returncode == 0, done.stdout + done.stderr[-5000:]
+    refused = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    expected = {
+        "lanes do not divide the global batch": "global_batch_size = 10 is not a multiple of lanes = 4",
+        "local batch does not divide a share": "which a local batch of 3 does not divide",
+        "global batch unset": "batches would silently change with the number of ranks",
+        "recipe and trainer disagree on seq_len": "seq_len = 32, global_batch_size = 8, but TorchTitan says 64 and 8",
+        "recipe and trainer disagree on the tokenizer": "another vocabulary",
+        "no such recipe": "Cannot read the recipe",
+        "another loader's config": "zephon.titan.Trainer needs a zephon.titan.DataLoader.Config",
+        "vocabulary too small": "the model has 2048 embeddings",
+        "validation without end": "Set validator.steps to a number",
+        "checkpoint of another recipe": r"order\.seed: 7 -> 8",
+        "checkpoint without loader state": "no loader state, only a model",
+        "checkpoint of another loader": "the state of another loader",
+        "loader left out of loading": "the data silently starts again",
+        "state of another step": "holds the loader's state of step 3",
+    }
+    found = {line["case"]: line["error"] for line in refused}
+    assert found.keys() == expected.keys()
+    for case, says in expected.items():
+        assert re.search(says, found.get(case, "(did not refuse)")), f"{case}: {found.get(case)}"

@@ -1,0 +1,154 @@
+"""Jobs that test_titan.py runs under torchrun: `titan_job.py refusals FOLDER`, `titan_job.py validate FOLDER`."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from recipes.titan_text import micro
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.validate import Validator
+from torchtitan.config import TrainingConfig
+
+from zephon import UsageError
+from zephon.titan import DataLoader, Trainer
+
+
+def config(folder: Path, recipe: Path, **changes: Any) -> Trainer.Config:
+    base = micro()
+    training = {"seq_len": 32, "global_batch_size": 8, "local_batch_size": 2, "steps": 6, **changes}
+    base.training = TrainingConfig(mixed_precision_param="float32", disable_cuda_graphs=True, **training)
+    base.checkpoint = replace(base.checkpoint, interval=3)
+    base.dump_folder, base.hf_assets_path = str(folder), tokenizer_of(recipe) if recipe.exists() else ""
+    base.dataloader = DataLoader.Config(recipe=str(recipe))
+    return base
+
+
+def tokenizer_of(recipe: Path) -> str:
+    return recipe.read_text().split('path = "')[1].split('"')[0]
+
+
+def run(settings: Trainer.Config) -> None:
+    trainer = None
+    try:
+        trainer = settings.build()
+        trainer.train()
+    finally:
+        if trainer:
+            trainer.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def refusals(jobs: Path) -> None:
+    recipe = jobs / "recipe.toml"
+    work = jobs / "refused"
+
+    def fresh() -> Path:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        return work
+
+    def resumed(step: int = 3) -> Path:
+        shutil.copytree(jobs / "two" / "checkpoint" / "step-3", fresh() / "checkpoint" / f"step-{step}")
+        return work
+
+    def free_recipe() -> Path:
+        """The recipe without [batch], so that the trainer alone speaks."""
+        text = recipe.read_text()
+        (jobs / "free.toml").write_text(text[: text.index("[batch]")] + text[text.index("[tokenizer]") :])
+        return jobs / "free.toml"
+
+    def other_recipe() -> Path:
+        (jobs / "other.toml").write_text(recipe.read_text().replace("seed = 7", "seed = 8"))
+        return jobs / "other.toml"
+
+    def other_loader() -> Trainer.Config:
+        made = config(fresh(), recipe)
+        made.dataloader = BaseDataLoader.Config()  # type: ignore[assignment]
+        return made
+
+    def other_tokenizer() -> Trainer.Config:
+        made = config(fresh(), recipe)
+        big_tokenizer(jobs)
+        made.hf_assets_path = str(jobs / "big")
+        return made
+
+    def small_model() -> Trainer.Config:
+        made = config(fresh(), big_tokenizer(jobs))
+        made.hf_assets_path = str(jobs / "big")
+        return made
+
+    def endless_validation() -> Trainer.Config:
+        made = config(fresh(), recipe)
+        made.validator = Validator.Config(enable=True, freq=1, steps=-1, dataloader=DataLoader.Config(recipe=str(recipe)))
+        return made
+
+    def model_only() -> Trainer.Config:
+        folder = fresh()
+        shutil.copytree(jobs / "seed" / "checkpoint" / "step-0", folder / "checkpoint" / "step-3")
+        return config(folder, recipe)
+
+    def foreign_checkpoint() -> Trainer.Config:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save({"dataloader": {"dp_rank_0": b"x"}}, checkpoint_id=fresh() / "checkpoint" / "step-3", no_dist=True)
+        return config(work, recipe)
+
+    def left_out() -> Trainer.Config:
+        made = config(resumed(), recipe)
+        made.checkpoint = replace(made.checkpoint, exclude_from_loading=["dataloader"])
+        return made
+
+    cases: dict[str, Callable[[], Trainer.Config]] = {
+        "lanes do not divide the global batch": lambda: config(fresh(), free_recipe(), global_batch_size=10),
+        "local batch does not divide a share": lambda: config(fresh(), recipe, local_batch_size=3),
+        "global batch unset": lambda: config(fresh(), recipe, global_batch_size=-1),
+        "recipe and trainer disagree on seq_len": lambda: config(fresh(), recipe, seq_len=64),
+        "recipe and trainer disagree on the tokenizer": other_tokenizer,
+        "no such recipe": lambda: config(fresh(), jobs / "nowhere.toml"),
+        "another loader's config": other_loader,
+        "vocabulary too small": small_model,
+        "validation without end": endless_validation,
+        "checkpoint of another recipe": lambda: config(resumed(), other_recipe()),
+        "checkpoint without loader state": model_only,
+        "checkpoint of another loader": foreign_checkpoint,
+        "loader left out of loading": left_out,
+        "state of another step": lambda: config(resumed(step=4), recipe),
+    }
+    for case, make in cases.items():
+        try:
+            run(make())
+        except UsageError as error:
+            print(json.dumps({"case": case, "error": str(error)}), flush=True)
+
+
+def big_tokenizer(jobs: Path) -> Path:
+    """A recipe whose tokenizer has more ids than the micro model has embeddings."""
+    from tokenizers import Tokenizer
+
+    usual = tokenizer_of(jobs / "recipe.toml")
+    tokenizer = Tokenizer.from_file(f"{usual}/tokenizer.json")
+    tokenizer.add_tokens([f"word{i}" for i in range(3000)])
+    (jobs / "big").mkdir(exist_ok=True)
+    tokenizer.save(str(jobs / "big" / "tokenizer.json"))
+    text = (jobs / "recipe.toml").read_text()
+    (jobs / "big.toml").write_text(text.replace(usual, str(jobs / "big")))
+    return jobs / "big.toml"
+
+
+def validate(folder: Path) -> None:
+    recipe = folder.parent / "recipe.toml"
+    (folder.parent / "validation.toml").write_text(recipe.read_text().replace("seed = 7", "seed = 99"))
+    made = config(folder, recipe)
+    loader = DataLoader.Config(recipe=str(folder.parent / "validation.toml"))
+    made.validator = Validator.Config(enable=True, freq=2, steps=2, dataloader=loader)
+    run(made)
+
+
+if __name__ == "__main__":
+    {"refusals": refusals, "validate": validate}[sys.argv[1]](Path(sys.argv[2]))
