@@ -13,7 +13,9 @@ settings.load_profile("seeded")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fail-on-skip", action="store_true", help="fail the run if a test is skipped for want of anything but a GPU")
+    parser.addoption(
+        "--fail-on-skip", action="store_true", help="fail the run if a test is skipped for want of anything but a GPU"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

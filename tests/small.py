@@ -11,7 +11,10 @@ WORDS = "lane worker accumulator record segment plan chunk ref cut mix pack shuf
 
 def documents(count: int, start: int = 0) -> list[str]:
     """`count` documents of 1 to 40 words, told apart by their first word."""
-    return [" ".join([f"doc{start + i}", *(WORDS[(i * 7 + k * k) % len(WORDS)] for k in range(i * 13 % 40))]) for i in range(count)]
+    return [
+        " ".join([f"doc{start + i}", *(WORDS[(i * 7 + k * k) % len(WORDS)] for k in range(i * 13 % 40))])
+        for i in range(count)
+    ]
 
 
 def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
@@ -20,7 +23,16 @@ def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
     return path
 
 
-def write_recipe(folder: Path, *, lanes: int = 4, size: int = 8, seq_len: int = 32, extra: str = "", sources: str = "", tail: str = "") -> Path:
+def write_recipe(
+    folder: Path,
+    *,
+    lanes: int = 4,
+    size: int = 8,
+    seq_len: int = 32,
+    extra: str = "",
+    sources: str = "",
+    tail: str = "",
+) -> Path:
     """A recipe with two sources (0.7 of `a`, 0.3 of `b`) unless `sources` says otherwise, and its data."""
     write_jsonl(folder / "a" / "one.jsonl", documents(60))
     write_jsonl(folder / "a" / "two.jsonl", documents(40, 60))

@@ -61,7 +61,8 @@ def test_the_core_needs_the_standard_library_and_numpy() -> None:
 
 def test_there_are_no_import_cycles_in_the_core() -> None:
     graph = {
-        f"zephon.{path.stem}": {name for name in imports_at_run_time(path) if name.startswith("zephon.")} for path in files("zephon")
+        f"zephon.{path.stem}": {name for name in imports_at_run_time(path) if name.startswith("zephon.")}
+        for path in files("zephon")
     }
     done: set[str] = set()
     while ready := {name for name, needs in graph.items() if name not in done and needs <= done}:

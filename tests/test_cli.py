@@ -95,7 +95,9 @@ def test_bad_data_ends_with_1_and_no_traceback(recipe: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_digests_are_the_same_for_every_number_of_ranks_and_after_a_resume(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_digests_are_the_same_for_every_number_of_ranks_and_after_a_resume(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, whole = run(capsys, "digest", recipe, "--steps", 6)
     assert [line["step"] for line in lines(whole)] == [1, 2, 3, 4, 5, 6]
     saved = recipe.parent / "saved"
@@ -145,7 +147,9 @@ def test_verify_names_step_and_lane(recipe: Path, capsys: pytest.CaptureFixture[
     assert run(capsys, "verify", a, b)[0] == 2
 
 
-def test_ranks_that_run_alone_write_one_ledger_and_one_state(recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_ranks_that_run_alone_write_one_ledger_and_one_state(
+    recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     ledger, saved = tmp_path / "ledger", tmp_path / "saved"
     for rank in range(2):
         code, _ = run(
@@ -155,11 +159,27 @@ def test_ranks_that_run_alone_write_one_ledger_and_one_state(recipe: Path, capsy
         assert code == 0
     resumed = tmp_path / "resumed"
     for rank in range(4):
-        run(capsys, "run", recipe, "--dp", 4, "--rank", rank, "--steps", 4, "--ledger", resumed / f"{rank}.jsonl", "--resume", saved)
+        run(
+            capsys,
+            "run",
+            recipe,
+            "--dp",
+            4,
+            "--rank",
+            rank,
+            "--steps",
+            4,
+            "--ledger",
+            resumed / f"{rank}.jsonl",
+            "--resume",
+            saved,
+        )
     _, whole = run(capsys, "digest", recipe, "--steps", 4, "--lanes")
     (tmp_path / "whole.jsonl").write_text(whole)
     assert run(capsys, "verify", ledger, tmp_path / "whole.jsonl")[1].startswith("4 steps compared, all equal")
-    assert run(capsys, "verify", resumed, tmp_path / "whole.jsonl")[1].startswith("2 steps compared, all equal (2 steps")
+    assert run(capsys, "verify", resumed, tmp_path / "whole.jsonl")[1].startswith(
+        "2 steps compared, all equal (2 steps"
+    )
 
 
 def test_run_reports_what_it_cost(recipe: Path) -> None:
@@ -177,7 +197,16 @@ def test_run_until_interrupted_still_reports(recipe: Path) -> None:
     import signal
     import time
 
-    command = [sys.executable, "-c", "from zephon.cli import main; main()", "run", str(recipe), "--json", "--ledger", str(recipe.parent / "l.jsonl")]
+    command = [
+        sys.executable,
+        "-c",
+        "from zephon.cli import main; main()",
+        "run",
+        str(recipe),
+        "--json",
+        "--ledger",
+        str(recipe.parent / "l.jsonl"),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (recipe.parent / "l.jsonl").exists() or not (recipe.parent / "l.jsonl").stat().st_size:
@@ -190,13 +219,17 @@ def test_run_until_interrupted_still_reports(recipe: Path) -> None:
     assert lines(out)[0]["steps"] > 0  # type: ignore[operator]
 
 
-def test_a_recipe_without_batch_and_tokenizer_takes_them_from_the_command_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_without_batch_and_tokenizer_takes_them_from_the_command_line(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, whole = run(capsys, "digest", recipe, "--steps", 2)
     text = recipe.read_text()
     tokenizer = text.split('path = "')[1].split('"')[0]
     start, end = text.index("[batch]"), text.index("[[sources]]")
     recipe.write_text(text[:start] + text[end:])
     assert run(capsys, "digest", recipe, "--steps", 2)[0] == 2
-    code, out = run(capsys, "digest", recipe, "--steps", 2, "--seq-len", 32, "--global-batch-size", 8, "--tokenizer", tokenizer)
+    code, out = run(
+        capsys, "digest", recipe, "--steps", 2, "--seq-len", 32, "--global-batch-size", 8, "--tokenizer", tokenizer
+    )
     assert code == 0
     assert out == whole

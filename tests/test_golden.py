@@ -31,7 +31,9 @@ def test_golden(pair: tuple[dict[str, Any], dict[str, Any]], what: str) -> None:
 
 def test_golden_belongs_to_this_version(pair: tuple[dict[str, Any], dict[str, Any]]) -> None:
     kept, now = pair
-    assert {key: kept[key] for key in ("order_version", "format_version")} == {key: now[key] for key in ("order_version", "format_version")}
+    assert {key: kept[key] for key in ("order_version", "format_version")} == {
+        key: now[key] for key in ("order_version", "format_version")
+    }
     changes = (HERE.parent.parent / "CHANGELOG.md").read_text()
     assert f"order version {now['order_version']}" in changes
     assert f"state format {now['format_version']}" in changes

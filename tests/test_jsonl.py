@@ -34,8 +34,19 @@ def expected(raw: bytes) -> list[bytes]:
     return [line for line in raw.split(b"\n") if line.strip(b" \t\r\n\x0b\x0c")]
 
 
-@given(st.lists(st.sampled_from([b'{"a":1}', b"\n", b"\r\n", b" ", b"\t", b"\r", b"\x0b", b'{"b":"\xe2\x80\xa8"}', b"{}", b"x"]), max_size=30), st.booleans(), st.integers(1, 9))
-def test_rows_are_lines_that_are_not_blank(tmp_path_factory: pytest.TempPathFactory, parts: list[bytes], mark: bool, block: int) -> None:
+@given(
+    st.lists(
+        st.sampled_from(
+            [b'{"a":1}', b"\n", b"\r\n", b" ", b"\t", b"\r", b"\x0b", b'{"b":"\xe2\x80\xa8"}', b"{}", b"x"]
+        ),
+        max_size=30,
+    ),
+    st.booleans(),
+    st.integers(1, 9),
+)
+def test_rows_are_lines_that_are_not_blank(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[bytes], mark: bool, block: int
+) -> None:
     folder = tmp_path_factory.mktemp("rows")
     raw = (b"\xef\xbb\xbf" if mark else b"") + b"".join(parts)
     path = folder / "x.jsonl"
@@ -133,7 +144,9 @@ def test_a_file_that_was_cut_under_the_run_is_named(tmp_path: Path) -> None:
         reader.read(np.array([1]))
 
 
-def test_the_index_is_made_once_and_again_when_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_is_made_once_and_again_when_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, cache = tmp_path / "x.jsonl", tmp_path / "cache"
     path.write_text('{"t": 1}\n' * 3)
     scans: list[Path] = []
@@ -186,7 +199,9 @@ def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, caplog: 
     assert "Cannot keep the index" in caplog.text
 
 
-def _index_in_child(path: Path, cache: Path, go: "threading.Barrier", out: "multiprocessing.Queue[tuple[int, str]]") -> None:
+def _index_in_child(
+    path: Path, cache: Path, go: "threading.Barrier", out: "multiprocessing.Queue[tuple[int, str]]"
+) -> None:
     go.wait()
     found = index_files({"x": path}, cache)[0]
     out.put((found.shard.rows, found.shard.sha256))

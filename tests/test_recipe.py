@@ -51,7 +51,13 @@ def test_a_good_recipe_reads_field_for_field(tmp_path: Path) -> None:
 
 def test_defaults_are_sensible(tmp_path: Path) -> None:
     recipe = load(tmp_path, 'lanes = 2\n[[sources]]\nname = "a"\npaths = "a.jsonl"\n')
-    assert (recipe.seed, recipe.window, recipe.mix.piece, recipe.mix.unit, recipe.run.runner) == (0, 256, "document", "tokens", "inline")
+    assert (recipe.seed, recipe.window, recipe.mix.piece, recipe.mix.unit, recipe.run.runner) == (
+        0,
+        256,
+        "document",
+        "tokens",
+        "inline",
+    )
     assert recipe.sources[0].weight == 1
     assert recipe.batch is None
     assert recipe.tokenizer is None
@@ -77,7 +83,11 @@ def test_weights_are_exact_decimals(tmp_path: Path) -> None:
         ("seed = 7", "seed = 1.5", "seed must be a whole number"),
         ("lanes = 4", "lane = 4", "lanes is missing. Is 'lane' meant"),
         ("lanes = 4", "lanes = 0", "lanes must be from 1 to 65536"),
-        ("lanes = 4", "lanes = 3", "global_batch_size = 8 is not a multiple of lanes = 3.*nearest sizes that work are 6 or 9"),
+        (
+            "lanes = 4",
+            "lanes = 3",
+            "global_batch_size = 8 is not a multiple of lanes = 3.*nearest sizes that work are 6 or 9",
+        ),
         ("seq_len = 32", "seqlen = 32", r"\[batch\] seq_len is missing. Is 'seqlen' meant"),
         ("seq_len = 32", "seq_len = 0", r"\[batch\] seq_len must be from 1"),
         ("seq_len = 32", 'seq_len = "32"', r"\[batch\] seq_len must be a whole number, it is '32'"),
@@ -95,7 +105,11 @@ def test_weights_are_exact_decimals(tmp_path: Path) -> None:
         ("weight = 0.7", 'weight = "much"', "weight must be a number"),
         ("weight = 0.7", "weight = true", "weight must be a number"),
         ("weight = 0.7", "chunk_rows = 0", "chunk_rows must be from 1"),
-        ('unit = "tokens"', 'unit = "token"', r"\[mix\] unit must be one of 'tokens', 'samples'.*Did you mean 'tokens'"),
+        (
+            'unit = "tokens"',
+            'unit = "token"',
+            r"\[mix\] unit must be one of 'tokens', 'samples'.*Did you mean 'tokens'",
+        ),
         ('unit = "tokens"', 'unit = "samples"\npiece = "sequence"', "piece = 'sequence' cuts them"),
         ('unit = "tokens"', 'on_end = "stop"', r"\[mix\] on_end must be one of 'repeat'"),
         ("window = 256", "windows = 256", r"\[shuffle\] windows is not a known key.*Did you mean 'window'"),

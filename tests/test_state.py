@@ -16,7 +16,12 @@ SOURCE = st.builds(
     NUMBER,
     st.lists(NUMBER, max_size=4).map(tuple),
 )
-STATE = st.builds(LaneState, st.lists(SOURCE, min_size=1, max_size=5).map(tuple), st.none() | RANGE, st.lists(RANGE, max_size=5).map(tuple))
+STATE = st.builds(
+    LaneState,
+    st.lists(SOURCE, min_size=1, max_size=5).map(tuple),
+    st.none() | RANGE,
+    st.lists(RANGE, max_size=5).map(tuple),
+)
 TAG = tag_of(encode_header({"step": 1}))
 
 

@@ -31,10 +31,10 @@ def ids_of(modality: Text, value: str) -> list[int]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real BPE, trained on real text: the sources of this project."""
-    from recipes.demo.corpus import _train_tokenizer
+    from recipes.demo.corpus import train_tokenizer
 
     folder = tmp_path_factory.mktemp("trained")
-    _train_tokenizer([path.read_text() for path in sorted(Path(__file__).parent.parent.glob("zephon/*.py"))], folder)
+    train_tokenizer([path.read_text() for path in sorted(Path(__file__).parent.parent.glob("zephon/*.py"))], folder)
     return folder
 
 
@@ -64,7 +64,9 @@ def test_it_falls_back_loudly_on_any_difference(trained: Path, caplog: pytest.Lo
     assert tokenizer.encode(["some text"])[0].tolist() == reference.tolist()
 
 
-def test_it_falls_back_loudly_when_the_fast_library_cannot_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_falls_back_loudly_when_the_fast_library_cannot_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A WordLevel model, which fastokens does not know."""
     from tokenizers import models, pre_tokenizers
 
@@ -138,7 +140,9 @@ def test_edges_are_put_around_every_text(length: int) -> None:
 
 def test_a_bad_row_says_what_the_row_has() -> None:
     modality = text(tokenizer_folder("both"), {"text": "content"})
-    with pytest.raises(BadRowError, match=r"no field 'content'; the row has \['contents', 'id'\]\. Did you mean 'contents'"):
+    with pytest.raises(
+        BadRowError, match=r"no field 'content'; the row has \['contents', 'id'\]\. Did you mean 'contents'"
+    ):
         modality.measure([{"content": "good"}, {"contents": "x", "id": 3}])
     with pytest.raises(BadRowError, match="field 'content' must be a string, it is None"):
         modality.measure([{"content": None}])
@@ -148,7 +152,9 @@ def test_a_bad_row_says_what_the_row_has() -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(RecipeError, match="txet is not a known key of a source of modality 'text'.*Did you mean 'text'"):
+    with pytest.raises(
+        RecipeError, match="txet is not a known key of a source of modality 'text'.*Did you mean 'text'"
+    ):
         text(tokenizer_folder("both"), {"txet": "x"})
     with pytest.raises(RecipeError, match="text must be the name of a field, it is 3"):
         text(tokenizer_folder("both"), {"text": 3})

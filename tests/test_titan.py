@@ -41,7 +41,11 @@ def train(folder: Path, ranks: int, *extra: str, works: bool = True) -> str:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in map(json.loads, (folder / "loss.jsonl").read_text().splitlines()) if "loss" in line}
+    return {
+        line["step"]: line["loss"]
+        for line in map(json.loads, (folder / "loss.jsonl").read_text().splitlines())
+        if "loss" in line
+    }
 
 
 def copy_step(source: Path, target: Path, step: int) -> Path:
@@ -112,7 +116,7 @@ def test_ranks_that_do_not_divide_the_lanes_are_refused(jobs: Path) -> None:
     text = (jobs / "recipe.toml").read_text()
     odd = jobs / "odd" / "recipe.toml"
     odd.parent.mkdir()
-    odd.write_text(text.replace("lanes = 4", "lanes = 1").replace("paths = [\"", f"paths = [\"{jobs}/"))
+    odd.write_text(text.replace("lanes = 4", "lanes = 1").replace('paths = ["', f'paths = ["{jobs}/'))
     log = train(odd.parent / "run", 2, works=False)
     assert "2 data-parallel ranks cannot share 1 lanes evenly" in log
     assert not (odd.parent / "run" / "checkpoint").exists()

@@ -85,7 +85,9 @@ def refusals(jobs: Path) -> None:
 
     def endless_validation() -> Trainer.Config:
         made = config(fresh(), recipe)
-        made.validator = Validator.Config(enable=True, freq=1, steps=-1, dataloader=DataLoader.Config(recipe=str(recipe)))
+        made.validator = Validator.Config(
+            enable=True, freq=1, steps=-1, dataloader=DataLoader.Config(recipe=str(recipe))
+        )
         return made
 
     def model_only() -> Trainer.Config:

@@ -24,14 +24,14 @@ class LaneSource:
     Attributes:
         name: for messages.
         order: its order.
-        chunks: number of its chunks.
         counters: what its modality counts.
+        has_usable_row: whether any row of the whole source gives a position; slow.
     """
 
     name: str
     order: SourceOrder
-    chunks: int
     counters: tuple[str, ...]
+    has_usable_row: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +133,15 @@ class Lane:
                 return sample, after
             feed.ready.popleft()
             self._pass(source, sample, after)
-            if (after.group - self._fresh[source]) * known.order.draws_per_group > known.chunks:
-                raise DataError(
-                    f"Source {known.name!r} gave lane {self.number} no usable sample in {known.chunks} draws, which is "
-                    f"as often as it has chunks: {self._reasons(source)}. The mix would wait for it for ever. Mend "
-                    "its data or its filter, or remove it from the recipe."
-                )
+            draws = (after.group - self._fresh[source] - 1) * known.order.draws_per_group  # at least so many, whole groups
+            if draws > known.order.patience:
+                if not (known.order.by_chance and known.has_usable_row()):
+                    raise DataError(
+                        f"Source {known.name!r} gave lane {self.number} no usable sample in {draws} draws: "
+                        f"{self._reasons(source)}. The mix would wait for it for ever. Mend its data or its filter, or "
+                        "remove it from the recipe."
+                    )
+                self._fresh[source] = after.group
 
     def _pass(self, source: int, sample: Sample, after: Position) -> None:
         self._positions[source] = after

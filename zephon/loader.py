@@ -127,7 +127,12 @@ class Loader:
         return batch
 
     def step_records(self) -> dict[int, list[Record]]:
-        """One whole global step: the records of each lane of this rank."""
+        """One whole global step: the records of each lane of this rank.
+
+        Raises:
+            RestoreError: some micro-batches of the step have been handed over already.
+        """
+        self._check_between_steps()
         records = [one for _ in range(self._per_step) for one in self._stream.worker.records(next(self))]
         return {lane: records[i * self._share : (i + 1) * self._share] for i, lane in enumerate(self.lanes)}
 
@@ -137,14 +142,17 @@ class Loader:
         Raises:
             RestoreError: some micro-batches of a step have been handed over, but not all.
         """
-        if self._handed:
-            raise RestoreError(
-                f"{self._handed} of the {self._per_step} micro-batches of step {self._step + 1} have been handed over. "
-                "A state exists between global steps only; save after the last one."
-            )
+        self._check_between_steps()
         header = encode_header(self._stream.header(self._step))
         tag = tag_of(header)
         return {HEADER: header, **{lane_key(lane): state.encode(tag) for lane, state in self._states.items()}}
+
+    def _check_between_steps(self) -> None:
+        if self._handed:
+            raise RestoreError(
+                f"{self._handed} of the {self._per_step} micro-batches of step {self._step + 1} have been handed over. "
+                "States and whole steps exist between global steps only; take the rest of the step first."
+            )
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
         """Go on from a state; more lanes than this rank owns may be in it.
@@ -152,10 +160,12 @@ class Loader:
         Raises:
             RestoreError: it belongs to another stream, or lacks a lane.
         """
-        missing = [key for key in (HEADER, *map(lane_key, self.lanes)) if key not in state]
+        if HEADER not in state:
+            raise RestoreError(f"The state lacks {HEADER!r}; it holds {sorted(state)}.")
+        step = compare_headers(state[HEADER], self._stream.header(0))
+        missing = [key for key in map(lane_key, self.lanes) if key not in state]
         if missing:
             raise RestoreError(f"The state lacks {missing}; it holds {sorted(state)}.")
-        step = compare_headers(state[HEADER], self._stream.header(0))
         for lane in self.lanes:
             check_tag(lane_key(lane), state[lane_key(lane)], state[HEADER])
         self._begin(step, {lane: LaneState.decode(state[lane_key(lane)]) for lane in self.lanes})

@@ -5,6 +5,7 @@ rows and plans, never lanes, ranks or order. Whatever it returns must depend on 
 the same samples in any grouping and in any process.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -90,6 +91,7 @@ class Modality(Protocol):
         ...
 
 
+@functools.cache
 def find_modality(name: str) -> type[Modality]:
     """The class that an entry point names.
 

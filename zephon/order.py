@@ -6,6 +6,7 @@ A place in a lane's source is therefore `(group, index)`. The order inside a sou
 seed, the number of lanes and the shuffle window: never on another source, nor on any weight.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,9 @@ from zephon.keyed import make_key, permute
 
 ORDER_VERSION = 1
 """Raised whenever the same recipe and data would give another order. Stored in every checkpoint."""
+
+_TABLE_CHUNKS = 65536
+"""Chunks up to which a permutation is kept as a table (512 KiB): 30 numbers cost 200 us to permute, 5 us to look up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,11 @@ class SourceOrder:
         """True when there are fewer chunks than lanes, so that every lane walks all of them by itself."""
         most = chunks.count if self.shared else chunks.count // lanes
         self.draws_per_group = max(1, min(window // chunks.rows_per_chunk, most))
+        self.patience = 2 * chunks.count if self._shuffled else chunks.count
+        """Draws after which a lane has seen every chunk that it ever sees, unless `by_chance`."""
+        self.by_chance = self._shuffled and not self.shared and lanes > 1
+        """True when the permutation of an epoch decides which chunks a lane sees: any chunk comes, but who knows when."""
+        self._tables: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
 
     def group(self, lane: int, group: int) -> Group:
         """The rows that `lane` visits in its group number `group`, in order."""
@@ -76,8 +85,18 @@ class SourceOrder:
         for one in np.unique(epoch).tolist():
             mine = epoch == one
             if self.shared:
-                key = make_key("lane chunks", self._seed, self._name, lane, one)
+                chunk[mine] = permute(n, make_key("lane chunks", self._seed, self._name, lane, one), within[mine])
             else:
-                key = make_key("chunks", self._seed, self._name, one)
-            chunk[mine] = permute(n, key, within[mine])
+                chunk[mine] = self._permuted(one, within[mine])
         return epoch, chunk
+
+    def _permuted(self, epoch: int, within: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Chunks at places of an epoch that all lanes share; small permutations are kept whole, for all lanes."""
+        n, key = self._chunks.count, make_key("chunks", self._seed, self._name, epoch)
+        if n > _TABLE_CHUNKS:
+            return permute(n, key, within)
+        if epoch not in self._tables:
+            self._tables[epoch] = permute(n, key, np.arange(n))
+            if len(self._tables) > 2:  # lanes are at most two epochs apart nearly always
+                self._tables.popitem(last=False)
+        return self._tables[epoch][within]

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 PROBED_ROWS = 64
 """First rows of every source that its modality sees at start-up."""
 
+SCANNED_ROWS = 1024
+"""Rows measured at once when a source must be searched for a usable row."""
+
 
 class Stream:
     """The global stream of a recipe: catalogue, modalities, workers, and everything that decides order.
@@ -70,8 +73,9 @@ class Stream:
         weights = integer_weights([spec.weight for spec in recipe.sources])
         piece = recipe.batch.seq_len if recipe.mix.piece == "sequence" else None
         self.mix = Mix(weights, recipe.mix.unit == "samples", piece)
-        self.lane_sources = tuple(self._lane_source(source) for source in self.sources)
+        self.lane_sources = tuple(self._lane_source(i, source) for i, source in enumerate(self.sources))
         self._loaders: WeakSet[Loader] = WeakSet()
+        self._usable: dict[int, bool] = {}
         self.startup_s = time.perf_counter() - started
         """Seconds that opening took: tokenizer, index, first rows."""
 
@@ -90,6 +94,14 @@ class Stream:
         loader = Loader(self, rank, world, local_batch_size)
         self._loaders.add(loader)
         return loader
+
+    def has_usable_row(self, source: int) -> bool:
+        """Whether any row of a source gives a position; reads on until it finds one, and remembers the answer."""
+        if source not in self._usable:
+            rows = self.sources[source].catalogue.rows
+            blocks = (np.arange(start, min(start + SCANNED_ROWS, rows)) for start in range(0, rows, SCANNED_ROWS))
+            self._usable[source] = any(any(self.worker.measure(source, block).positions) for block in blocks)
+        return self._usable[source]
 
     def ahead_bytes(self) -> int:
         """Raw bytes that each of the stream's loaders may measure ahead, which changes time and memory, never data."""
@@ -126,6 +138,7 @@ class Stream:
                 "unit": recipe.mix.unit,
                 "piece": recipe.mix.piece,
                 "on_end": recipe.mix.on_end,
+                "sources": [spec.name for spec in recipe.sources],  # their order breaks ties
                 "weights": {spec.name: str(spec.weight.normalize()) for spec in recipe.sources},
             },
             "packing": {"algorithm": recipe.packing},
@@ -142,10 +155,10 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _lane_source(self, source: Source) -> LaneSource:
+    def _lane_source(self, number: int, source: Source) -> LaneSource:
         recipe, chunks = self.recipe, source.catalogue.chunks
         order = SourceOrder(source.name, chunks, seed=recipe.seed, lanes=recipe.lanes, window=recipe.window)
-        return LaneSource(source.name, order, chunks.count, source.modality.counters)
+        return LaneSource(source.name, order, source.modality.counters, lambda: self.has_usable_row(number))
 
 
 def find_files(spec: SourceSpec, folder: Path) -> dict[str, Path]:

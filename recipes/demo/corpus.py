@@ -19,7 +19,7 @@ _LEAST_CHARACTERS = 200
 _BOS, _EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 
-def build(folder: Path, megabytes: float = 4.0) -> dict[str, int]:
+def build(folder: Path, megabytes: float = 4.0, vocab: int = VOCAB) -> dict[str, int]:
     """Write `docs/`, `code/` and `tokenizer/` under `folder`, at most `megabytes` a source.
 
     Returns:
@@ -41,7 +41,7 @@ def build(folder: Path, megabytes: float = 4.0) -> dict[str, int]:
             (folder / name / f"shard-{shard}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         counts[name] = len(chosen)
         texts += chosen[:300]
-    _train_tokenizer(texts, folder / "tokenizer")
+    train_tokenizer(texts, folder / "tokenizer", vocab)
     return counts
 
 
@@ -92,14 +92,14 @@ def _code() -> Iterator[str]:
                 yield text
 
 
-def _train_tokenizer(texts: list[str], folder: Path) -> None:
-    """A byte-level BPE of `VOCAB` entries."""
+def train_tokenizer(texts: list[str], folder: Path, vocab: int = VOCAB) -> None:
+    """Train a byte-level BPE of `vocab` entries and write it as a folder that `transformers` would read."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=[_BOS, _EOS], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab, special_tokens=[_BOS, _EOS], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     folder.mkdir(parents=True, exist_ok=True)

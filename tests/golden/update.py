@@ -28,7 +28,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     "shuffled": {},
     "sequence pieces": {"extra": "", "tail": '[mix]\npiece = "sequence"', "seq_len": 16},
     "samples": {"tail": '[mix]\nunit = "samples"'},
-    "more lanes than chunks": {"lanes": 16, "size": 16, "sources": '[[sources]]\nname = "b"\npaths = ["b/*.jsonl"]\nchunk_rows = 10\n'},
+    "more lanes than chunks": {
+        "lanes": 16,
+        "size": 16,
+        "sources": '[[sources]]\nname = "b"\npaths = ["b/*.jsonl"]\nchunk_rows = 10\n',
+    },
 }
 
 
@@ -39,14 +43,18 @@ def values() -> dict[str, Any]:
     for name, options in RECIPES.items():
         with tempfile.TemporaryDirectory() as folder, Stream.open(write_recipe(Path(folder), **options)) as stream:
             loader = stream.loader()
-            digests = [step_digest({lane: lane_digest(mine) for lane, mine in loader.step_records().items()}) for _ in range(8)]
+            digests = [
+                step_digest({lane: lane_digest(mine) for lane, mine in loader.step_records().items()}) for _ in range(8)
+            ]
             state = {lane: raw[16:].hex() for lane, raw in loader.state_dict().items() if lane == "lane_00001"}
         streams[name] = {"digests": digests, "state": state}
     return {
         "order_version": ORDER_VERSION,
         "format_version": FORMAT_VERSION,
         "keys": [[int(word) for word in key] for key in keys],
-        "permutations": {str(n): permute(n, keys[0], np.arange(min(n, 12))).tolist() for n in (1, 2, 3, 64, 65, 1000, 2**20, 2**40)},
+        "permutations": {
+            str(n): permute(n, keys[0], np.arange(min(n, 12))).tolist() for n in (1, 2, 3, 64, 65, 1000, 2**20, 2**40)
+        },
         "streams": streams,
     }
 
@@ -56,6 +64,8 @@ if __name__ == "__main__":
     old, new = (json.loads(file.read_text()) if file.exists() else {}), values()
     versions = ("order_version", "format_version")
     if old and old != new and all(old[version] == new[version] for version in versions):
-        sys.exit("The order or the state changed, but neither ORDER_VERSION nor FORMAT_VERSION did. Raise the one that is meant.")
+        sys.exit(
+            "The order or the state changed, but neither ORDER_VERSION nor FORMAT_VERSION did. Raise the one that is meant."
+        )
     file.write_text(json.dumps(new, indent=1) + "\n")
     print(f"wrote {file}")
