@@ -13,7 +13,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -40,31 +40,24 @@ def run_ranks(args: Args, world: int, steps: int, ledger: Path, *extra: str) -> 
     """Run all ranks as processes; returns seconds."""
     started = time.perf_counter()
     for first in range(0, world, args.wave):
+        ranks = range(first, min(first + args.wave, world))
         processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", "from zephon.cli import main; main()", "run", str(args.recipe), "--dp", str(world),
-                 "--rank", str(rank), "--steps", str(steps), "--ledger", str(ledger / f"rank_{rank:05d}.jsonl"), "--json", *extra],
-                stdout=subprocess.DEVNULL,
-            )
-            for rank in range(first, min(first + args.wave, world))
-        ]  # fmt: skip
+            subprocess.Popen(command(args, world, rank, steps, ledger, *extra), stdout=subprocess.DEVNULL)
+            for rank in ranks
+        ]
         assert not any(process.wait() for process in processes)
     return time.perf_counter() - started
 
 
+def command(args: Args, world: int, rank: int, steps: int, ledger: Path, *extra: str) -> list[str]:
+    options = {"--dp": world, "--rank": rank, "--steps": steps, "--ledger": ledger / f"rank_{rank:05d}.jsonl"}
+    flags = [str(part) for option in options.items() for part in option]
+    return [sys.executable, "-m", "zephon", "run", str(args.recipe), *flags, "--json", *extra]
+
+
 def digest(recipe: Path, world: int, steps: int) -> list[str]:
-    command = [
-        sys.executable,
-        "-c",
-        "from zephon.cli import main; main()",
-        "digest",
-        str(recipe),
-        "--dp",
-        str(world),
-        "--steps",
-        str(steps),
-    ]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    call = [sys.executable, "-m", "zephon", "digest", str(recipe), "--dp", str(world), "--steps", str(steps)]
+    out = subprocess.run(call, capture_output=True, text=True, check=True).stdout
     return [json.loads(line)["sha256"] for line in out.splitlines()]
 
 
@@ -78,37 +71,22 @@ def main() -> None:
             whole[step] = {f"{lane:05d}": one.hex() for lane, one in lanes.items()}
             digests.append(step_digest(lanes))
         facts = about(stream)
-    rows = []
+    rows: list[dict[str, Any]] = []
+
+    def note(run: str, compared: int, differs: int | None, seconds: float | None = None) -> None:
+        rows.append({"run": run, "compared": compared, "first difference": differs, "s": seconds})
+
     seconds = run_ranks(args, args.ranks, args.save_at, work / "first", "--save", str(work / "state"))
-    first = compare_ledgers(whole, read_ledger(work / "first"))
-    rows.append(
-        {
-            "run": f"{args.ranks} processes to step {args.save_at}",
-            "compared": first.compared,
-            "first difference": first.step,
-            "s": seconds,
-        }
-    )
+    result = compare_ledgers(whole, read_ledger(work / "first"))
+    note(f"{args.ranks} processes to step {args.save_at}", result.compared, result.step, seconds)
     for world in args.to:
         seconds = run_ranks(args, world, args.steps, work / str(world), "--resume", str(work / "state"))
         result = compare_ledgers(whole, read_ledger(work / str(world)))
-        rows.append(
-            {
-                "run": f"resumed as {world} processes",
-                "compared": result.compared,
-                "first difference": result.step,
-                "s": seconds,
-            }
-        )
+        note(f"resumed as {world} processes", result.compared, result.step, seconds)
     for world in args.in_process:
-        equal = digest(args.recipe, world, args.digest_steps) == digests[: args.digest_steps]
-        rows.append(
-            {
-                "run": f"zephon digest --dp {world}",
-                "compared": args.digest_steps,
-                "first difference": None if equal else "some",
-            }
-        )
+        found = digest(args.recipe, world, args.digest_steps)
+        differing = [step for step, (a, b) in enumerate(zip(found, digests, strict=False), 1) if a != b]
+        note(f"zephon digest --dp {world}", len(found), min(differing, default=None))
     for row in rows:
         print(row)
     shutil.rmtree(work)

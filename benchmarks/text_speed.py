@@ -2,9 +2,9 @@
 
     python -m benchmarks.text_speed RECIPE [--rounds 3] [--million-tokens 6]
 
-Both read the same files with the same tokenizer into sequences of the same length. TorchTitan's loader runs as it ships,
-without workers (2 workers raise its wall speed by a third and cost more CPU) and gets one concatenated source, which is
-easier than the mix that Zephon makes. Imports, tokenizer load and opening of files are not counted.
+Both read the same files with the same tokenizer into sequences of the same length. TorchTitan's loader runs as it
+ships, without workers (2 workers raise its wall speed by a third and cost more CPU) and gets one concatenated source,
+which is easier than the mix that Zephon makes. Imports, tokenizer load and opening of files are not counted.
 """
 
 import json

@@ -6,7 +6,22 @@ from pathlib import Path
 
 from worlds import tokenizer_folder
 
-WORDS = "lane worker accumulator record segment plan chunk ref cut mix pack shuffle stream epoch".split()
+WORDS = [
+    "lane",
+    "worker",
+    "accumulator",
+    "record",
+    "segment",
+    "plan",
+    "chunk",
+    "ref",
+    "cut",
+    "mix",
+    "pack",
+    "shuffle",
+    "stream",
+    "epoch",
+]
 
 
 def documents(count: int, start: int = 0) -> list[str]:

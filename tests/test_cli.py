@@ -17,7 +17,7 @@ from zephon.cli import main
 
 def zephon(*args: object) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
-    command = [sys.executable, "-c", "from zephon.cli import main; main()", *map(str, args)]
+    command = [sys.executable, "-m", "zephon", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -199,8 +199,8 @@ def test_run_until_interrupted_still_reports(recipe: Path) -> None:
 
     command = [
         sys.executable,
-        "-c",
-        "from zephon.cli import main; main()",
+        "-m",
+        "zephon",
         "run",
         str(recipe),
         "--json",

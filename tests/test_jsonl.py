@@ -1,5 +1,6 @@
 """Row index and reader: every row is found exactly once, whatever the file looks like, and bad ones are named."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -55,7 +56,7 @@ def test_rows_are_lines_that_are_not_blank(
         patch.setattr(index, "_BLOCK", block + 3)  # rows and blank lines fall across blocks everywhere
         found = index_files({"x": path}, folder / "cache")[0]
     starts = found.starts.tolist()
-    rows = [raw[a:b].strip(b" \t\r\n\x0b\x0c") for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    rows = [raw[a:b].strip(b" \t\r\n\x0b\x0c") for a, b in itertools.pairwise(starts)]
     assert rows == [line.strip(b" \t\r\n\x0b\x0c") for line in expected(raw)]
     assert found.shard.bytes == len(raw)
 
@@ -99,11 +100,11 @@ def test_many_shards_need_few_open_files(tmp_path: Path) -> None:
     for i, path in enumerate(files.values()):
         path.write_text(json.dumps({"t": i}) + "\n")
     reader = open_reader(files, tmp_path / "cache")
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     assert [row["t"] for row in reader.read(np.arange(200))] == list(range(200))
-    assert len(os.listdir("/proc/self/fd")) - before <= 64
+    assert len(list(Path("/proc/self/fd").iterdir())) - before <= 64
     reader.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ def train(folder: Path, ranks: int, *extra: str, works: bool = True) -> str:
     done = torchrun(
         ranks, "-m", "torchtitan.train", "--module", "recipes.titan_text", "--config", "micro",
         "--dump_folder", str(folder), "--dataloader.recipe", str(folder.parent / "recipe.toml"),
-        "--hf_assets_path", str(tokenizer_folder("both")), "--training.seq_len", "32", "--training.global_batch_size", "8",
+        "--hf_assets_path", str(tokenizer_folder("both")), "--training.seq_len", "32",
+        "--training.global_batch_size", "8",
         "--training.steps", str(STEPS), "--checkpoint.interval", str(SAVE), *extra,
     )  # fmt: skip
     assert (done.returncode == 0) == works, done.stdout[-3000:] + done.stderr[-6000:]
@@ -123,7 +124,7 @@ def test_ranks_that_do_not_divide_the_lanes_are_refused(jobs: Path) -> None:
 
 
 def test_every_start_up_refusal(jobs: Path) -> None:
-    """All in one process, one after the other: what is wrong is said before the model is built or anything is loaded."""
+    """All in one process: what is wrong is said before the model is built or anything is loaded."""
     done = torchrun(1, str(HERE / "titan_job.py"), "refusals", str(jobs))
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]
     refused = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

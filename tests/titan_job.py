@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from recipes.titan_text import micro
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.validate import Validator
 from torchtitan.config import TrainingConfig
 
+from recipes.titan_text import micro
 from zephon import UsageError
 from zephon.titan import DataLoader, Trainer
 

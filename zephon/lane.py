@@ -133,7 +133,9 @@ class Lane:
                 return sample, after
             feed.ready.popleft()
             self._pass(source, sample, after)
-            draws = (after.group - self._fresh[source] - 1) * known.order.draws_per_group  # at least so many, whole groups
+            draws = (
+                after.group - self._fresh[source] - 1
+            ) * known.order.draws_per_group  # at least so many, whole groups
             if draws > known.order.patience:
                 if not (known.order.by_chance and known.has_usable_row()):
                     raise DataError(

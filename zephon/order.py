@@ -58,7 +58,7 @@ class SourceOrder:
         self.patience = 2 * chunks.count if self._shuffled else chunks.count
         """Draws after which a lane has seen every chunk that it ever sees, unless `by_chance`."""
         self.by_chance = self._shuffled and not self.shared and lanes > 1
-        """True when the permutation of an epoch decides which chunks a lane sees: any chunk comes, but who knows when."""
+        """True when the permutation of an epoch decides which chunks a lane sees: each comes, but who knows when."""
         self._tables: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
 
     def group(self, lane: int, group: int) -> Group:

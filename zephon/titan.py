@@ -154,8 +154,8 @@ class Trainer(TitanTrainer):
         ids, rows = self.tokenizer.get_vocab_size(), getattr(self.model_config, "vocab_size", None)
         if rows is not None and ids > rows:
             raise RecipeError(
-                f"The tokenizer has {ids} ids, but the model has {rows} embeddings: training would fail at the first id "
-                "beyond them. Use the model's own tokenizer, or a model with a larger vocabulary."
+                f"The tokenizer has {ids} ids, but the model has {rows} embeddings: training would fail at the first "
+                "id beyond them. Use the model's own tokenizer, or a model with a larger vocabulary."
             )
         if isinstance(self.checkpointer, CheckpointManager) and self.checkpointer.enable:
             self._check_checkpoint(self.checkpointer)

@@ -1,4 +1,4 @@
-"""Golden vectors of everything that decides order: run this after a deliberate change of order, and say so in CHANGELOG.
+"""Golden vectors of everything that decides order: run this after a deliberate change, and say so in CHANGELOG.
 
     python tests/golden/update.py
 
@@ -65,7 +65,7 @@ if __name__ == "__main__":
     versions = ("order_version", "format_version")
     if old and old != new and all(old[version] == new[version] for version in versions):
         sys.exit(
-            "The order or the state changed, but neither ORDER_VERSION nor FORMAT_VERSION did. Raise the one that is meant."
+            "The order or the state changed, but neither ORDER_VERSION nor FORMAT_VERSION did. Raise the one meant."
         )
     file.write_text(json.dumps(new, indent=1) + "\n")
     print(f"wrote {file}")

@@ -1,0 +1,5 @@
+"""`python -m zephon`: the command line."""
+
+from zephon.cli import main
+
+main()
