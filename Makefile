@@ -21,11 +21,11 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## train, kill, resume on 1 and on 4 ranks; compare every batch (about 4 minutes)
 	$(BIN)/python -m recipes.demo
 
-test: $(STAMP)  ## the tests, without the slow ones (about 5 minutes)
-	$(BIN)/python -m pytest -m 'not slow'
+test: $(STAMP)  ## the tests, without the slow ones (about 6 minutes on 2 cores)
+	$(BIN)/python -m pytest -n auto -m 'not slow'
 
 test-all: $(STAMP)  ## all tests; a skipped one fails, unless a GPU is missing
-	$(BIN)/python -m pytest --fail-on-skip
+	$(BIN)/python -m pytest -n auto --fail-on-skip
 
 lint: $(STAMP)  ## ruff and pyright
 	$(BIN)/ruff check .

@@ -51,7 +51,7 @@ def main() -> None:
         lanes = {key: LaneState.decode(raw) for key, raw in state.items() if key != "header"}
         drawn = sum(drawn_positions(stream, int(key[-5:]), lane) for key, lane in lanes.items())
         tail = sum(
-            one.end - one.start for lane in lanes.values() for one in (*([lane.rest] if lane.rest else []), *lane.open)
+            one.end - one.start for lane in lanes.values() for one in lane.waiting
         )
         result: dict[str, Any] = {
             "positions_drawn": drawn, "positions_delivered": delivered, "open_tail": tail,
@@ -73,7 +73,7 @@ def drawn_positions(stream: Stream, lane: int, state: LaneState) -> int:
             count = len(rows.row) if group < at.group else at.place
             if count:
                 numbers = source.catalogue.chunks.rows(rows.chunk[:count], rows.row[:count])
-                total += int(np.sum(stream.worker.measure(number, numbers).positions))
+                total += int(np.sum(stream.worker.measure(number, numbers, numbers * 0).positions))
         total += at.offset
     return total
 

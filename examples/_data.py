@@ -1,6 +1,8 @@
 """A few real documents for examples that were given no recipe: this project's own texts."""
 
+import atexit
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -12,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 def sample_recipe() -> Path:
     """Two sources, prose and code, in a temporary folder; returns the recipe."""
     folder = Path(tempfile.mkdtemp(prefix="zephon-example-"))
+    atexit.register(shutil.rmtree, folder)
     sources = {"prose": sorted(ROOT.glob("*/README.md")), "code": sorted(ROOT.glob("zephon/*.py"))}
     texts = {name: [path.read_text() for path in paths] for name, paths in sources.items()}
     for name, documents in texts.items():
@@ -21,6 +24,6 @@ def sample_recipe() -> Path:
     recipe.write_text(
         'seed = 7\nlanes = 4\n[batch]\nseq_len = 256\nglobal_batch_size = 8\n[tokenizer]\npath = "tokenizer"\n'
         '[[sources]]\nname = "prose"\npaths = ["prose.jsonl"]\nweight = 0.6\n'
-        '[[sources]]\nname = "code"\npaths = ["code.jsonl"]\nweight = 0.4\n'
+        '[[sources]]\nname = "code"\npaths = ["code.jsonl"]\nweight = 0.4\n[run]\ncache = "cache"\n'
     )
     return recipe

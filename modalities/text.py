@@ -1,23 +1,21 @@
 """Text: a row's text becomes one sample of token ids.
 
-A sample of `m` tokens, BOS and EOS included, has `m - 1` positions: the input is the tokens without the last, the
-labels are the tokens without the first, so no label crosses a document and a cut inside one keeps its true next token.
+A sample of `m` tokens, BOS and EOS included, has `m - 1` positions; `sequences.py` says how they are laid out.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from modalities.options import Options
+from modalities.sequences import build, split
 from modalities.tokenizer import TextTokenizer
 from zephon.errors import RecipeError, nearest
 from zephon.modality import BadRowError, Context
 from zephon.types import Batch, Measured, Plan, Record, Row
-
-Payload = tuple[NDArray[np.int32], int, int]
-"""Token ids of a whole task, and where this sample's begin and end."""
 
 
 class Text:
@@ -28,18 +26,11 @@ class Text:
         context: sequence length, tokenizer, and what the modalities of a stream share.
     """
 
+    cheap_materialise = True
     counters = ("empty", "surrogates", "special tokens in text")
 
     def __init__(self, options: Mapping[str, Any], context: Context) -> None:
-        for key in options:
-            if key != "text":
-                raise RecipeError(
-                    f"{key} is not a known key of a source of modality 'text'; it takes text, and every source takes "
-                    f"name, paths, weight, modality, chunk_rows.{nearest(key, _KEYS)}"
-                )
-        self._field = options.get("text", "text")
-        if not isinstance(self._field, str):
-            raise RecipeError(f"text must be the name of a field, it is {self._field!r}.")
+        self._field = Options("text", options, ("text",)).field("text", "text")
         self._seq_len = context.seq_len
         spec = context.tokenizer
         if spec is None:
@@ -68,29 +59,14 @@ class Text:
         for i, count in enumerate(positions):
             if not count:
                 counts.setdefault(i, []).append("empty")
-        payloads = [(ids, start, end) for start, end in itertools.pairwise(bounds)]
+        payloads = [ids[start:end] for start, end in itertools.pairwise(bounds)]
         return Measured(range(len(texts)), positions, payloads, {i: tuple(names) for i, names in counts.items()})
 
     def materialise(self, plans: Sequence[Plan]) -> Batch:
-        """Build `input`, `labels` and `positions`, each int32 [len(plans), seq_len]."""
-        shape = (len(plans), self._seq_len)
-        inputs, labels = np.zeros(shape, np.int32), np.full(shape, -100, np.int32)
-        positions = np.zeros(shape, np.int32)
-        count = np.arange(self._seq_len, dtype=np.int32)
-        for i, plan in enumerate(plans):
-            at = 0
-            for sample, start, end in plan:
-                ids, first, _ = cast(Payload, sample.payload)
-                size = end - start
-                inputs[i, at : at + size] = ids[first + start : first + end]
-                labels[i, at : at + size] = ids[first + start + 1 : first + end + 1]
-                positions[i, at : at + size] = count[:size]
-                at += size
-        return {"input": inputs, "labels": labels, "positions": positions}
+        return build(plans, self._seq_len)
 
     def records(self, batch: Batch) -> list[Record]:
-        narrow = {name: np.ascontiguousarray(batch[name], dtype="<i4") for name in ("input", "labels", "positions")}
-        return [{name: array[i] for name, array in narrow.items()} for i in range(len(narrow["input"]))]
+        return split(batch)
 
     def _texts(self, rows: Sequence[Row]) -> tuple[list[str], dict[int, list[str]]]:
         texts: list[str] = []
@@ -111,7 +87,7 @@ class Text:
         if self._field in row:
             return f"field {self._field!r} must be a string, it is {row[self._field]!r:.40}. Mend or remove the row."
         return (
-            f"there is no field {self._field!r}; the row has {sorted(row)}.{nearest(self._field, row)} "
+            f"there is no field {self._field!r}; the row has {_some(sorted(row))}.{nearest(self._field, row)} "
             "Name the right field with text = in the recipe."
         )
 
@@ -145,7 +121,9 @@ class Text:
         return out, moved
 
 
+def _some(names: list[str]) -> str:
+    return str(names[:20])[:400] + (" and more" if len(names) > 20 else "")
+
+
 _LONG = 200
 """Mean tokens above which copying text by text beats one masked copy (0.4 us a text against 2 ns a token)."""
-
-_KEYS = ("text", "name", "paths", "weight", "modality", "chunk_rows")

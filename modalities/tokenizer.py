@@ -1,113 +1,60 @@
-"""Exact and fast tokenisation: one native call for many texts.
-
-fastokens encodes 50 times faster than `tokenizers` (0.031 against 1.69 CPU s per Mtoken). It is used only where it
-gives the same ids as `tokenizers`, the reference, on probe strings and on the first documents of every source; on any
-difference the stream falls back to the reference and says so. Ids are therefore always those of the reference.
+"""The tokenizer of a stream: which kind of file it is, what it adds to a document, and what its control tokens are.
 
 Special tokens spelled out in raw text are text, not control ids. BOS and EOS come from the tokenizer's own config.
 """
 
+import functools
 import hashlib
 import json
-import logging
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
-from tokenizers import Tokenizer as Reference
 
+from modalities.encoder import PROBES, Encoder, Ints, Library, spelled
+from modalities.hub import Hub
+from modalities.pieces import Pieces
+from modalities.ranks import Ranks
 from zephon.errors import RecipeError
 from zephon.recipe import TokenizerSpec
 
-logger = logging.getLogger(__name__)
-
-Ids = NDArray[np.int32]
-
-PROBES = (
-    "",
-    " ",
-    "plain words, with punctuation; and numbers 1234567890 3.14159 1,000,000.",
-    # normalisation forms
-    "caf\u00e9 cafe\u0301 \u212b A\u030a \ufb01 fi \u1e9b\u0323 \u00bd \uff21\uff22\uff23 \u2460",
-    # special tokens in text
-    "<|endoftext|> <s> </s> <|im_start|>system <|begin_of_text|> [INST] <pad> <unk> <bos> <eos>",
-    # runs of white space
-    "  two   three    four\ttab\t\ttabs\nline\n\nlines\n\n\n\r\ncarriage\r\r trailing   ",
-    " \n \n  \t \u00a0\u2003\u3000\u200b\ufeff mixed blanks",
-    # emoji: joined, flags, skin tones, variation selectors
-    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466\U0001f1eb\U0001f1f7",
-    "\U0001f44d\U0001f3fd \u2764\ufe0f",
-    # right to left
-    "\u0627\u0644\u0644\u063a\u0629 \u0627\u0644\u0639\u0631\u0628\u064a\u0629 \u05e2\u05d1\u05e8\u05d9\u05ea",
-    "\u202eabc\u202c \u0661\u0662\u0663",
-    # rare scripts
-    "\u6f22\u5b57 \u304b\u306a\u30ab\u30ca \ud55c\uad6d\uc5b4 \u0e44\u0e17\u0e22 \u0939\u093f\u0928\u094d\u0926\u0940",
-    "\u10e5\u10d0\u10e0 \u1200\u1208 \u13e3\u13b3\u13a9 \u16a0\u16a2 \U00010330\U00010331 \U00012000",
-    # long runs without spaces
-    "a" * 3000,
-    "\u6f22" * 1000,
-    "=" * 500 + "-" * 500 + "_" * 300,
-    # code, contractions, addresses, control characters
-    "def f(x):\n    return {'a': [x**2 for _ in range(10)]}  # comment\n\n\nclass A:\n\tpass\n",
-    "don't can't WE'LL I'M it's y'all \u2019s O'Neill 'quoted' \"double\" ``back``",
-    "https://example.org/a/b?c=d&e=f#g user@example.org C:\\path\\file.txt",
-    "\x00\x01\x1f\x7f\x85\u2028\u2029\ufffd\ufffe\U0010ffff",
-)
-"""Strings on which fast tokenizers have been seen to differ from the reference."""
+__all__ = ["PROBES", "TextTokenizer"]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class TextTokenizer:
-    """A tokenizer of the Hugging Face kind (`tokenizer.json`).
+class TextTokenizer(Encoder):
+    """A tokenizer: a `tokenizer.json`, a SentencePiece model or a tiktoken rank file.
 
     Args:
         spec: where it lies, and whether to add BOS and EOS.
 
     Raises:
-        RecipeError: no such tokenizer, or one that would first have to be converted.
+        RecipeError: no such tokenizer, or one that cannot be used exactly.
     """
 
     def __init__(self, spec: TokenizerSpec) -> None:
         file = _find(spec)
         raw = file.read_bytes()
-        self._json = raw.decode("utf-8")
-        self._sha256 = hashlib.sha256(raw).hexdigest()
-        self._reference_ready: Reference | None = None
-        config = _config(file.parent / "tokenizer_config.json")
-        added = {token["content"]: int(token["id"]) for token in json.loads(self._json).get("added_tokens", [])}
-        self.bos = _edge(spec.bos, "bos", config, added, file)
-        self.eos = _edge(spec.eos, "eos", config, added, file)
-        special = [token["content"] for token in json.loads(self._json).get("added_tokens", []) if token.get("special")]
-        self._special = re.compile(
-            "|".join(re.escape(one) for one in sorted(special, key=len, reverse=True)) or r"(?!)"
-        )
+        self.folder = file.parent
+        self.config = _config(self.folder / "tokenizer_config.json")
+        self._own, more = _open(file, raw, self.config)
+        self._sha256 = hashlib.sha256(raw + json.dumps(more, sort_keys=True).encode() if more else raw).hexdigest()
+        self.bos = _edge(spec.bos, "bos", self.config, self._own, file)
+        self.eos = _edge(spec.eos, "eos", self.config, self._own, file)
+        special = self._own.special
+        self.special, self._added = spelled(special), spelled(self._own.added)
         self._hints = sorted({one[:2] for one in special})
-        self._fast = self._load_fast()
+        self._names = {token: _name(i, token) for i, token in enumerate(special)}
+        self.hidden = self._leaks()
+        super().__init__(self._own.renamed(self._names) if self.hidden else self._own)
+        self.compare(self._contexts(), "control tokens")
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """Hash of the file and the ids of BOS and EOS; not which library encodes, since the ids are the same."""
         return {"sha256": self._sha256, "bos": self.bos, "eos": self.eos}
-
-    @property
-    def library(self) -> str:
-        """Which library encodes: `fastokens` or `tokenizers`."""
-        return "tokenizers" if self._fast is None else "fastokens"
-
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, NDArray[np.int64]]:
-        """Encode texts, without BOS and EOS, in one native call.
-
-        Returns:
-            int32 [tokens], the ids of all texts one after the other, and int64 [texts + 1], where each begins.
-        """
-        if self._fast is None:
-            return self._encode_reference(texts)
-        ids, offsets = self._fast.encode_batch_flat(list(texts), add_special_tokens=False, split_special_tokens=True)
-        return np.frombuffer(ids, "<u4").astype(np.int32, copy=False), np.frombuffer(offsets, "<u8").astype(np.int64)
 
     def clean(self, text: str) -> str | None:
         """The text with lone surrogates replaced by U+FFFD, or None where there are none (nearly always)."""
@@ -121,69 +68,144 @@ class TextTokenizer:
 
     def spells_special(self, text: str) -> bool:
         """Whether a special token is spelled out in the text. Looks for two-letter hints first: `in` is memchr-fast."""
-        return any(hint in text for hint in self._hints) and self._special.search(text) is not None
+        return any(hint in text for hint in self._hints) and self.special.search(text) is not None
 
-    def compare(self, texts: Sequence[str], where: str) -> None:
-        """Fall back to the reference if the fast library differs on any of `texts`."""
-        if self._fast is None or not texts:
-            return
-        fast, reference = self.encode(texts), self._encode_reference(texts)
-        if not (np.array_equal(fast[0], reference[0]) and np.array_equal(fast[1], reference[1])):
-            self._fast = None
-            logger.warning(
-                "fastokens and tokenizers disagree on %s; using tokenizers, which is exact but about 50 times slower. "
-                "Please report the tokenizer to the authors of fastokens.",
-                where,
-            )
+    def check_special(self) -> None:
+        """Compare the libraries on texts in which control tokens count as such, before conversations are encoded."""
+        texts = [*PROBES, *self._contexts()]
+        self.compare([self.hide(text) or text for text in texts] if self.hidden else texts, "control tokens", True)
 
-    def _load_fast(self) -> Any:
-        import fastokens
+    def _contexts(self) -> list[str]:
+        """Texts with every control token."""
+        return [f"a {token} b\n{token}c" for token in self._own.special]
 
-        try:
-            self._fast = fastokens.Tokenizer.from_json_str(self._json)
-        except Exception as error:  # whatever the native library raises, the reference still works
-            logger.warning("fastokens cannot load this tokenizer (%s); using tokenizers, about 50 times slower.", error)
+    @property
+    def widths(self) -> Ints | None:
+        """Bytes of text that each id stands for, where tokens cut the text as it is; else None."""
+        return self._own.widths
+
+    def hide(self, text: str) -> str | None:
+        """The text with private names, just as long, for its control tokens; None where it already spells such names.
+
+        `private` finds the names again, and nothing else: what the text spells afterwards is text.
+        """
+        if self._private_names.search(text):
             return None
-        self.compare(PROBES, "probe strings")
-        return self._fast
+        return self._added.sub(lambda found: self._names.get(found[0], found[0]), text)
 
-    def _encode_reference(self, texts: Sequence[str]) -> tuple[Ids, NDArray[np.int64]]:
-        if self._reference_ready is None:
-            self._reference_ready = Reference.from_str(self._json)
-            self._reference_ready.encode_special_tokens = True
-            self._reference_ready.no_truncation()
-            self._reference_ready.no_padding()
-        encodings = self._reference_ready.encode_batch_fast(list(texts), add_special_tokens=False)
-        parts = [np.asarray(one.ids, dtype=np.int32) for one in encodings]
-        offsets = np.zeros(len(parts) + 1, dtype=np.int64)
-        np.cumsum([len(part) for part in parts], out=offsets[1:])
-        return np.concatenate([np.empty(0, np.int32), *parts]), offsets
+    @functools.cached_property
+    def private(self) -> Encoder:
+        """The same tokenizer with private names for its control tokens; made when it is first needed.
+
+        Raises:
+            RecipeError: it would give other ids.
+        """
+        encoder = self if self.hidden else Encoder(self._own.renamed(self._names))
+        texts = [*PROBES, *self._contexts()]
+        own, private = self._own.encode(texts, special=True), [self.hide(text) or text for text in texts]
+        encoder.compare(private, "control tokens", special=True)
+        ids, offsets = encoder.encode(private, special=True)
+        for i, text in enumerate(texts):
+            if not np.array_equal(own[i], ids[offsets[i] : offsets[i + 1]]):
+                raise RecipeError(
+                    f"This tokenizer cannot keep control tokens that a text spells apart from its own: {text!r} would "
+                    "get other ids. Remove such texts, or use another tokenizer."
+                )
+        return encoder
+
+    @functools.cached_property
+    def _private_names(self) -> re.Pattern[str]:
+        return spelled(list(self._names.values()))
+
+    def _leaks(self) -> bool:
+        """Whether text that spells a control token would become one all the same.
+
+        A Unigram model has them among its pieces and finds them there, however they are switched off. Such a tokenizer
+        is used with private names for its control tokens, which no text spells.
+        """
+        encoded = self._own.encode(list(self._own.special), special=False)
+        return any(number in ids for number, ids in zip(self._own.special.values(), encoded, strict=True))
+
+
+def _name(number: int, token: str) -> str:
+    """A private name for a control token: as long as its own, and the first letter belongs to no other."""
+    return chr(0xF0000 + number) + "\U000ffffd" * (len(token) - 1)
 
 
 def _find(spec: TokenizerSpec) -> Path:
-    path, file = spec.path, spec.file
-    if file.is_file():
-        return file
-    folder = path if path.is_dir() else path.parent
-    models = sorted(folder.glob("*.model")) if folder.is_dir() else []
-    if models:
+    """The file of a tokenizer: a `tokenizer.json` where there is one, else the only model or rank file."""
+    path = spec.path
+    if spec.file.is_file():
+        return spec.file
+    if path.is_file():
+        return path
+    found = sorted({*path.glob("*.model"), *path.glob("*.tiktoken")}) if path.is_dir() else []
+    if len(found) > 1:
         raise RecipeError(
-            f"{folder} holds {models[0].name}, a SentencePiece or tiktoken model, but no tokenizer.json. Convert it "
-            f"once: transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})."
+            f"{path} holds no tokenizer.json but {', '.join(file.name for file in found)}, and only one of them can be "
+            "meant. Name that file in [tokenizer] path."
         )
-    raise RecipeError(f"[tokenizer] path must be a folder with a tokenizer.json, or that file; {path} is neither.")
+    if not found:
+        raise RecipeError(
+            f"[tokenizer] path must be a folder with a tokenizer.json, or that file; {path} is neither. A folder may "
+            "also hold a SentencePiece model (*.model) or a tiktoken rank file (*.tiktoken)."
+        )
+    return found[0]
+
+
+def _open(file: Path, raw: bytes, config: dict[str, Any]) -> tuple[Library, Any]:
+    """Open a file with the library that defines its ids; the second value is what else decides ids, for its hash."""
+    try:
+        if file.suffix == ".json":
+            return Hub(raw.decode("utf-8")), None
+        added = {int(number): token for number, token in config.get("added_tokens_decoder", {}).items()}
+        if Ranks.looks_like(raw):
+            _complete(config, file)
+            special = {token["content"]: number for number, token in added.items()}
+            return Ranks(raw, config["pat_str"], special), [config["pat_str"], special]
+        pieces = Pieces(raw, added)
+        for which, token in (("bos_token", pieces.bos), ("eos_token", pieces.eos)):
+            config.setdefault(which, token)
+        return pieces, added
+    except ImportError as error:
+        raise RecipeError(
+            f"{file} is no tokenizer.json, so it needs the library that defines its ids ({error}). "
+            "Install it with: pip install 'zephon-lanes[convert]'."
+        ) from error
+    except RecipeError:
+        raise
+    except ValueError as error:
+        known = "a tokenizer.json" if file.suffix == ".json" else "a SentencePiece model or a tiktoken rank file"
+        raise RecipeError(f"{file} is not {known} that can be used: {error}. Mend it, or name another.") from error
+
+
+def _complete(config: dict[str, Any], file: Path) -> None:
+    """A rank file says neither how text is cut into words nor what the control tokens are."""
+    needed = {
+        "pat_str": "the regular expression that tiktoken is given as pat_str",
+        "added_tokens_decoder": 'the control tokens by id, as {"100257": {"content": "<|endoftext|>"}}; {} for none',
+    }
+    for key, meaning in needed.items():
+        if key not in config:
+            raise RecipeError(
+                f"{file} is a tiktoken rank file, which alone does not say what its ids are: tokenizer_config.json "
+                f"beside it has no {key!r} ({meaning}). Take it from the model's own code and write it there."
+            )
 
 
 def _config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return json.loads(file.read_bytes())
+        config = json.loads(file.read_bytes())
     except ValueError as error:
         raise RecipeError(f"{file} is not valid JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise RecipeError(f"{file} must be a JSON object, it is {config!r:.40}.")
+    return cast(dict[str, Any], config)
 
 
-def _edge(wanted: bool | None, which: str, config: dict[str, Any], added: dict[str, int], file: Path) -> int | None:
+def _edge(wanted: bool | None, which: str, config: dict[str, Any], library: Library, file: Path) -> int | None:
     """The id of BOS or EOS where it is to be added: where the config defines it, unless the recipe decides."""
     token = config.get(f"{which}_token")
     content = token.get("content") if isinstance(token, dict) else token
@@ -194,7 +216,11 @@ def _edge(wanted: bool | None, which: str, config: dict[str, Any], added: dict[s
             f"[tokenizer] {which} = true, but tokenizer_config.json beside {file} defines no {which}_token. "
             f"Name it there, or set {which} = false."
         )
-    number = added.get(content, Reference.from_file(str(file)).token_to_id(content) if content not in added else None)
+    if not isinstance(content, str):
+        raise RecipeError(
+            f"{which}_token in tokenizer_config.json beside {file} must be a token, it is {content!r:.40}."
+        )
+    number = library.id_of(content)
     if number is None:
         raise RecipeError(f"tokenizer_config.json names {content!r} as {which}_token, but {file} has no such token.")
     return number

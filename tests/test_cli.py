@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from small import write_recipe
 
-from zephon.cli import main
+from zephon.command.cli import main
 
 
 def zephon(*args: object) -> subprocess.CompletedProcess[str]:
@@ -68,6 +68,14 @@ def test_help_teaches() -> None:
         ["check"],
         ["chekc", "x"],
         ["digest", "RECIPE"],
+        ["digest", "RECIPE", "--steps", "0"],
+        ["run", "RECIPE", "--steps", "-1"],
+        ["export", "RECIPE", "--out", "x"],
+        ["run", "RECIPE", "--steps", "2", "--save-at", "1"],
+        ["run", "RECIPE", "--steps", "2", "--save", "x", "--save-at", "5"],
+        ["run", "RECIPE", "--steps", "2", "--save", "x", "--save-at", "-1"],
+        ["check", "RECIPE", "--seq-len", "0", "--global-batch-size", "8"],
+        ["run", "RECIPE", "--steps", "1", "--ledger", "RECIPE"],
         ["digest", "RECIPE", "--steps", "2", "--dp", "3"],
         ["check", "RECIPE", "--dp", "5"],
         ["run", "RECIPE", "--steps", "1", "--dp", "2", "--rank", "2"],
@@ -105,7 +113,15 @@ def test_digests_are_the_same_for_every_number_of_ranks_and_after_a_resume(
     assert out == whole
     _, rest = run(capsys, "digest", recipe, "--steps", 6, "--dp", 4, "--resume", saved)
     assert lines(rest) == lines(whole)[3:]
-    assert not [file for file in saved.iterdir() if file.suffix]
+    assert sorted(file.name for file in (saved / "step-3").iterdir()) == [
+        "header",
+        *(f"lane_0000{i}" for i in range(4)),
+    ]
+    assert run(capsys, "digest", recipe, "--steps", 3, "--resume", saved)[0] == 2  # nothing left to do
+    run(capsys, "digest", recipe, "--steps", 5, "--resume", saved, "--save", saved)
+    (saved / "step-5" / "lane_00002").unlink()  # a save that was killed half-way
+    _, rest = run(capsys, "digest", recipe, "--steps", 6, "--dp", 4, "--resume", saved)
+    assert lines(rest) == lines(whole)[3:]
 
 
 def test_export_holds_what_the_digests_say(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,11 +156,50 @@ def test_verify_names_step_and_lane(recipe: Path, capsys: pytest.CaptureFixture[
     changed = lines(ledger)
     changed[2]["lanes"]["00001"] = "0" * 64  # type: ignore[index]
     b.write_text("".join(json.dumps(line) + "\n" for line in changed))
+    assert run(capsys, "verify", a, b)[0] == 2  # the step's own sha256 does not fit
+    for line in changed:
+        del line["sha256"]
+    b.write_text("".join(json.dumps(line) + "\n" for line in changed))
     code, out = run(capsys, "verify", a, b, "--json")
     assert code == 1
-    assert lines(out) == [{"compared": 4, "only_in_one": 0, "step": 3, "lanes": ["00001"]}]
-    b.write_text("".join(ledger.splitlines(keepends=True)[:0]) + '{"step": 99, "lanes": {}}\n')
+    assert lines(out) == [{"compared": 4, "step": 3, "lanes": ["00001"], "only": 0, "lacking": False, "incomplete": 0}]
+    b.write_text('{"step": 99, "lanes": {}}\n')
     assert run(capsys, "verify", a, b)[0] == 2
+    some = [{**line, "lanes": {"00001": line["lanes"]["00001"]}} for line in changed[:1]]  # type: ignore[index]
+    a.write_text(json.dumps(some[0]) + "\n")
+    b.write_text(json.dumps(some[0]) + "\n")
+    code, out = run(capsys, "verify", a, b)
+    assert code == 1
+    assert "1 of 1 steps lack lanes in both" in out
+
+
+def test_what_exists_and_is_no_ledger_is_left_alone(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    precious = recipe.parent / "precious"
+    precious.write_text("no line end")
+    assert run(capsys, "run", recipe, "--steps", 1, "--ledger", precious)[0] == 2
+    assert precious.read_text() == "no line end"
+
+
+def test_files_that_cannot_be_used_end_with_1_and_no_traceback(recipe: Path) -> None:
+    for args in (["--save", "/proc/x"], ["--save", recipe], ["--ledger", recipe.parent]):
+        done = zephon("run", recipe, "--steps", 2, *args)
+        assert done.returncode in (1, 2), done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stderr.startswith(("failed", "error"))
+
+
+def test_messages_show_brackets_and_odd_names(recipe: Path) -> None:
+    text = recipe.read_text()
+    recipe.write_text(text.replace('name = "a"', 'name = "x[/red]\u6f22"').replace("[shuffle]", "[shufle]"))
+    done = zephon("check", recipe)
+    assert done.returncode == 2
+    recipe.write_text(text.replace('name = "a"', 'name = "x[/red]\u6f22"'))
+    command = [sys.executable, "-m", "zephon", "check", str(recipe)]
+    done = subprocess.run(command, capture_output=True, check=False, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert b"x[/red]" in done.stdout
+    recipe.write_text("lanes = 1\nsources = 3\n")
+    assert "[[sources]]" in zephon("check", recipe).stderr
 
 
 def test_ranks_that_run_alone_write_one_ledger_and_one_state(
@@ -207,14 +262,21 @@ def test_run_until_interrupted_still_reports(recipe: Path) -> None:
         "--ledger",
         str(recipe.parent / "l.jsonl"),
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (recipe.parent / "l.jsonl").exists() or not (recipe.parent / "l.jsonl").stat().st_size:
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        os.sched_yield()
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+
+    def listen() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # under nohup it is ignored, and children inherit that
+
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen)
+    ledger, deadline = recipe.parent / "l.jsonl", time.monotonic() + 60
+    try:
+        while not ledger.exists() or not ledger.stat().st_size:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            os.sched_yield()
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 0
     assert lines(out)[0]["steps"] > 0  # type: ignore[operator]
 

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zephon import DataError, index
-from zephon.index import LineIndex, index_files
-from zephon.jsonl import JsonlReader
+from zephon import DataError
+from zephon.formats import index
+from zephon.formats.index import LineIndex, index_files
+from zephon.formats.jsonl import JsonlReader
 
 
 def read_all(path: Path, cache: Path) -> list[dict[str, object]]:
@@ -99,12 +101,13 @@ def test_many_shards_need_few_open_files(tmp_path: Path) -> None:
     files = {f"{i:03d}": tmp_path / f"{i:03d}.jsonl" for i in range(200)}
     for i, path in enumerate(files.values()):
         path.write_text(json.dumps({"t": i}) + "\n")
-    reader = open_reader(files, tmp_path / "cache")
     before = len(list(Path("/proc/self/fd").iterdir()))
-    assert [row["t"] for row in reader.read(np.arange(200))] == list(range(200))
-    assert len(list(Path("/proc/self/fd").iterdir())) - before <= 64
-    reader.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    for _ in ("cold", "warm"):
+        reader = JsonlReader(index_files(files, tmp_path / "cache"), open_files=64)
+        assert [row["t"] for row in reader.read(np.arange(200))] == list(range(200))
+        assert len(list(Path("/proc/self/fd").iterdir())) - before <= 64
+        reader.close()
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,7 @@ def test_many_shards_need_few_open_files(tmp_path: Path) -> None:
         (b'"text"', "this one is a string"),
         (b"true", "this one is a truth value"),
         (b'{"a": 1} {"b": 2}', "byte 29: the row is not valid JSON: Extra data"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "the row is not valid JSON: Exceeds the limit"),
         (b"[" * 100_000, "byte 20: the row is not valid JSON: the JSON is nested too deeply"),
     ],
 )
@@ -141,7 +145,7 @@ def test_a_file_that_was_cut_under_the_run_is_named(tmp_path: Path) -> None:
     path.write_text('{"text": "one"}\n{"text": "two"}\n')
     reader = open_reader({"x": path}, tmp_path / "cache")
     os.truncate(path, 20)
-    with pytest.raises(DataError, match="the file ends at byte 20, before the rows that its index promises"):
+    with pytest.raises(DataError, match="was changed while the run reads it"):
         reader.read(np.array([1]))
 
 
@@ -151,8 +155,8 @@ def test_the_index_is_made_once_and_again_when_the_file_changes(
     path, cache = tmp_path / "x.jsonl", tmp_path / "cache"
     path.write_text('{"t": 1}\n' * 3)
     scans: list[Path] = []
-    real = index._scan
-    monkeypatch.setattr(index, "_scan", lambda at, start: scans.append(at) or real(at, start))
+    real = index.scan_block
+    monkeypatch.setattr(index, "scan_block", lambda at, *block: scans.append(at) or real(at, *block))
     first = index_files({"x": path}, cache)[0]
     again = index_files({"x": path}, cache)[0]
     assert len(scans) == 1
@@ -178,6 +182,21 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, damage: bytes) -> None:
         file.write_bytes(raw)
         assert index_files({"x": path}, cache)[0].starts.tolist() == good.starts.tolist()
     assert file.read_bytes() == whole
+
+
+def test_an_index_of_another_format_is_made_again_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, cache = tmp_path / "x.jsonl", tmp_path / "cache"
+    path.write_text('{"t": 1}\n' * 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "_FORMAT", 1)
+        index_files({"x": path}, cache)
+    file = next((cache / "index").glob("*.idx"))
+    file.write_bytes(file.read_bytes().replace(b'"members"', b'"unknown"'))
+    assert index_files({"x": path}, cache)[0].shard.rows == 3
+    assert b'"format": 2' in file.read_bytes()
+    assert not caplog.records
 
 
 def test_what_killed_indexers_left_is_swept(tmp_path: Path) -> None:
@@ -232,9 +251,70 @@ def test_progress_is_told(tmp_path: Path) -> None:
     assert told == [(90, 90)]
 
 
-def test_an_index_is_mapped_not_read(tmp_path: Path) -> None:
+def test_threads_share_a_reader_of_more_files_than_may_be_open(tmp_path: Path) -> None:
+    files = {f"{i:02}": tmp_path / f"{i:02}.jsonl" for i in range(12)}
+    for i, path in enumerate(files.values()):
+        path.write_text("".join(json.dumps({"n": 50 * i + k}) + "\n" for k in range(50)))
+    reader, start = JsonlReader(index_files(files, tmp_path / "cache"), open_files=2), threading.Barrier(8)
+
+    def work(seed: int) -> bool:
+        start.wait()
+        rng = np.random.default_rng(seed)
+        picks = [rng.integers(0, 600, 5) for _ in range(300)]
+        return all([row["n"] for row in reader.read(pick)] == pick.tolist() for pick in picks)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+    assert len(reader._files) == 2
+    reader.close()
+
+
+def test_a_large_index_is_mapped_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    path.write_text('{"t": 1}\n')
+    path.write_text("{}\n" * 40_000)
     index_files({"x": path}, tmp_path / "cache")
     warm: LineIndex = index_files({"x": path}, tmp_path / "cache")[0]
     assert isinstance(warm.starts, np.memmap)
+
+
+def test_a_file_that_changes_is_never_read_on_silently(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"t": 1}\n' * 100)
+    reader = open_reader({"x": path}, tmp_path / "cache")
+    assert len(reader.read(np.arange(100))) == 100
+    os.utime(path, ns=(0, 0))  # a change of the same size, in place
+    with pytest.raises(DataError, match="was changed while the run reads it"):
+        reader.read(np.arange(3))
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"t": 2}\n' * 101)
+    reader = open_reader({"x": path}, tmp_path / "cache")
+    other.replace(path)
+    with pytest.raises(DataError, match="was changed while the run reads it"):
+        reader.read(np.arange(3))
+
+
+def test_a_file_that_grows_while_it_is_indexed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"t": 1}\n' * 10)
+    real = index.scan_block
+
+    def grow(at: Path, *block: int) -> object:
+        with path.open("a") as file:
+            file.write('{"t": 2}\n')
+        return real(at, *block)
+
+    monkeypatch.setattr(index, "scan_block", grow)
+    with pytest.raises(DataError, match="was changed while it was indexed"):
+        index_files({"x": path}, tmp_path / "cache")
+
+
+def test_a_damaged_offset_is_an_error_not_a_row(tmp_path: Path) -> None:
+    path, cache = tmp_path / "x.jsonl", tmp_path / "cache"
+    path.write_text('{"t": 1}\n' * 3)
+    index_files({"x": path}, cache)
+    file = next((cache / "index").glob("*.idx"))
+    raw = bytearray(file.read_bytes())
+    raw[-9] ^= 0x40  # the last row would begin at 2**62
+    file.write_bytes(raw)
+    with pytest.raises(DataError, match="cached index of .* is damaged"):
+        open_reader({"x": path}, cache).read(np.arange(3))

@@ -24,7 +24,7 @@ def test_ranks_are_merged(tmp_path: Path) -> None:
     assert read_ledger(tmp_path / "l") == {1: {"00000": ONE.hex(), "00001": ONE.hex(), "00002": TWO.hex()}}
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 3, "la', b"x" * 200_000])
+@pytest.mark.parametrize("torn", [b'{"step": 3, "la', b'{"step": 3, "lanes": {"' + b"x" * 200_000])
 def test_a_torn_line_is_cut_off_and_written_again(tmp_path: Path, torn: bytes) -> None:
     path = write(tmp_path / "l.jsonl", {1: {0: ONE}, 2: {0: ONE}})
     with path.open("ab") as file:
@@ -39,6 +39,14 @@ def test_a_file_that_is_one_torn_line(tmp_path: Path) -> None:
     path.write_bytes(b'{"step')
     assert write(path, {1: {0: ONE}}).read_text().count("\n") == 1
     assert sorted(read_ledger(path)) == [1]
+
+
+def test_a_file_that_is_no_ledger_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "precious"
+    path.write_bytes(b"no line end")
+    with pytest.raises(UsageError, match="is no ledger; it is left as it is"):
+        LedgerWriter(path)
+    assert path.read_bytes() == b"no line end"
 
 
 def test_a_step_may_be_written_twice_if_both_agree(tmp_path: Path) -> None:
@@ -64,3 +72,4 @@ def test_a_missing_lane_differs_and_a_missing_step_is_counted() -> None:
     found = compare_ledgers(a, {1: {"00000": "x"}})
     assert (found.compared, found.step, found.lanes, found.only) == (1, 1, ["00001"], 1)
     assert compare_ledgers(a, a).step is None
+    assert compare_ledgers(a, a).incomplete == 1

@@ -164,9 +164,11 @@ def test_a_restore_refuses_cut_mixed_and_missing_states(stream: Stream) -> None:
         fresh.load_state_dict({**two, "lane_00002": one["lane_00002"]})
     with pytest.raises(RestoreError, match=r"The state lacks \['lane_00001'\]"):
         fresh.load_state_dict({key: raw for key, raw in two.items() if key != "lane_00001"})
-    with pytest.raises(RestoreError, match="cut or damaged"):
+    with pytest.raises(RestoreError, match="cut, damaged"):
         fresh.load_state_dict({**two, "lane_00002": two["lane_00002"][:-1]})
-    with pytest.raises(RestoreError, match="left over"):
+    with pytest.raises(RestoreError, match="another lane's"):
+        fresh.load_state_dict({**two, "lane_00001": two["lane_00002"], "lane_00002": two["lane_00001"]})
+    with pytest.raises(RestoreError, match="cut, damaged"):
         fresh.load_state_dict({**two, "lane_00002": two["lane_00002"] + b"\0"})
     with pytest.raises(RestoreError, match="cannot be read"):
         fresh.load_state_dict({**two, "header": b"{"})
@@ -252,6 +254,30 @@ def test_stats_add_up(stream: Stream) -> None:
     resumed = stream.loader()
     resumed.load_state_dict(loader.state_dict())
     assert resumed.stats() == stats
+
+
+def test_a_loader_that_failed_says_so_ever_after(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt in the middle of a step must not make it skip what was under way."""
+    loader = stream.loader(local_batch_size=2)
+    loader.step_records()
+    state = loader.state_dict()
+    real = type(stream.worker).materialise
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(stream.worker), "materialise", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(loader)
+    monkeypatch.setattr(type(stream.worker), "materialise", real)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"failed before \(KeyboardInterrupt\(\)\).*load the last state"):
+            next(loader)
+    assert loader.state_dict() == state
+    loader.load_state_dict(state)  # as good as new
+    assert digests(stream, 3, state=state)[0] == step_digest(
+        {lane: lane_digest(mine) for lane, mine in loader.step_records().items()}
+    )
 
 
 def test_public_names() -> None:

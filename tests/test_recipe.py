@@ -40,7 +40,7 @@ def load(folder: Path, text: str) -> Recipe:
 
 def test_a_good_recipe_reads_field_for_field(tmp_path: Path) -> None:
     recipe = load(tmp_path, GOOD)
-    assert (recipe.seed, recipe.lanes, recipe.window, recipe.packing) == (7, 4, 256, "concat")
+    assert (recipe.seed, recipe.lanes, recipe.window, recipe.packing.algorithm) == (7, 4, 256, "concat")
     assert recipe.batch is not None
     assert (recipe.batch.seq_len, recipe.batch.global_batch_size) == (32, 8)
     assert recipe.tokenizer is not None
@@ -77,7 +77,7 @@ def test_weights_are_exact_decimals(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("seed = 7", "sed = 7", "sed is not a known key; the recipe takes seed, lanes, .* Did you mean 'seed'"),
+        ("seed = 7", "sed = 7", "sed is not a known key; the recipe takes seed, .*lanes, .* Did you mean 'seed'"),
         ("seed = 7", "seed = -1", "seed must be from 0 to"),
         ("seed = 7", "seed = true", "seed must be a whole number, it is True"),
         ("seed = 7", "seed = 1.5", "seed must be a whole number"),
@@ -86,12 +86,12 @@ def test_weights_are_exact_decimals(tmp_path: Path) -> None:
         (
             "lanes = 4",
             "lanes = 3",
-            "global_batch_size = 8 is not a multiple of lanes = 3.*nearest sizes that work are 6 or 9",
+            "global_batch_size = 8 is not a multiple of lanes = 3.*Sizes near it that work are 6 or 9",
         ),
         ("seq_len = 32", "seqlen = 32", r"\[batch\] seq_len is missing. Is 'seqlen' meant"),
         ("seq_len = 32", "seq_len = 0", r"\[batch\] seq_len must be from 1"),
         ("seq_len = 32", 'seq_len = "32"', r"\[batch\] seq_len must be a whole number, it is '32'"),
-        ("global_batch_size = 8", "global_batch_size = 2", "nearest sizes that work are 4"),
+        ("global_batch_size = 8", "global_batch_size = 2", "Sizes near it that work are 4"),
         ('path = "tok"', 'path = "tok"\nbso = true', r"\[tokenizer\] bso is not a known key.*Did you mean 'bos'"),
         ('path = "tok"', 'path = "tok"\neos = 1', r"\[tokenizer\] eos must be true or false"),
         ('name = "web"', "name = 3", "name must be a string"),
@@ -100,6 +100,18 @@ def test_weights_are_exact_decimals(tmp_path: Path) -> None:
         ('paths = ["web/*.jsonl"]', "paths = [1]", "paths must be a list of path patterns"),
         ("weight = 0.7", "weight = 0", "weight must be above 0"),
         ("weight = 0.7", "weight = -0.5", "weight must be above 0"),
+        ("weight = 0.7", "weight = 1e999999999", "weight must be from 1e-30 to 1e30"),
+        ("weight = 0.7", "weight = 1e-99999999", "weight must be from 1e-30 to 1e30"),
+        ("weight = 0.7", "weight = 1e9999999999999999999999", "weight must be|is not valid TOML"),
+        (
+            "global_batch_size = 8",
+            "global_batch_size = 2147483647",
+            "Sizes near it that work are 2147483644 or 2147483648",
+        ),
+        ("lanes = 4", "lanes = " + "4" * 5000, "is not valid TOML|lanes must be"),
+        ("lanes = 4", "lanes = " + "[" * 20000, "is not valid TOML"),
+        ('path = "tok"', 'path = "~nobody-has-this-name/x"', "home"),
+        ('name = "web"', 'name = "a\\u0000b"', "holds a NUL character"),
         ("weight = 0.7", "weight = nan", "weight must be above 0, it is NaN"),
         ("weight = 0.7", "weight = inf", "weight must be above 0"),
         ("weight = 0.7", 'weight = "much"', "weight must be a number"),
@@ -111,7 +123,9 @@ def test_weights_are_exact_decimals(tmp_path: Path) -> None:
             r"\[mix\] unit must be one of 'tokens', 'samples'.*Did you mean 'tokens'",
         ),
         ('unit = "tokens"', 'unit = "samples"\npiece = "sequence"', "piece = 'sequence' cuts them"),
-        ('unit = "tokens"', 'on_end = "stop"', r"\[mix\] on_end must be one of 'repeat'"),
+        ('unit = "tokens"', 'on_end = "stop"', r"lanes = 4, but \[mix\] on_end = 'stop' makes the stream finite"),
+        ('unit = "tokens"', 'on_end = "stpo"', r"\[mix\] on_end must be one of 'repeat'.*Did you mean 'stop'"),
+        ("weight = 0.7", "epochs = 2", r"epochs = 2, but \[mix\] on_end = 'repeat' draws every source for ever"),
         ("window = 256", "windows = 256", r"\[shuffle\] windows is not a known key.*Did you mean 'window'"),
         ("window = 256", "window = -1", r"\[shuffle\] window must be from 0"),
         ('algorithm = "concat"', 'algorithm = "cocat"', "Did you mean 'concat'"),

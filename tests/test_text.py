@@ -24,8 +24,7 @@ def text(folder: Path, options: dict[str, object] | None = None, **spec: bool) -
 
 
 def ids_of(modality: Text, value: str) -> list[int]:
-    ids, start, end = modality.measure([{"text": value}]).payloads[0]
-    return ids[start:end].tolist()
+    return modality.measure([{"text": value}]).payloads[0].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +74,8 @@ def test_it_falls_back_loudly_when_the_fast_library_cannot_load(
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with caplog.at_level(logging.WARNING):
         loaded = TextTokenizer(TokenizerSpec(tmp_path))
-    if loaded.library == "tokenizers":
-        assert "using tokenizers" in caplog.text
+    assert loaded.library == "tokenizers"
+    assert "using tokenizers" in caplog.text
     assert loaded.encode(["a b a", "c"])[0].tolist() == [0, 1, 0, 2]
 
 
@@ -110,15 +109,13 @@ def test_config_may_hold_tokens_as_objects_and_must_name_known_ones(tmp_path: Pa
 
 def test_special_tokens_in_text_are_text_and_counted() -> None:
     measured = text(tokenizer_folder("both")).measure([{"text": "a<eos>b"}, {"text": "plain"}])
-    ids, start, end = measured.payloads[0]
-    assert ids[start:end].tolist() == [BOS, *b"a<eos>b", EOS]
+    assert measured.payloads[0].tolist() == [BOS, *b"a<eos>b", EOS]
     assert measured.counts == {0: ("special tokens in text",)}
 
 
 def test_lone_surrogates_become_replacement_characters_and_are_counted() -> None:
     measured = text(tokenizer_folder("none")).measure([{"text": "a\ud800b"}, {"text": "caf\u00e9"}])
-    ids, start, end = measured.payloads[0]
-    assert ids[start:end].tolist() == list("a\ufffdb".encode())
+    assert measured.payloads[0].tolist() == list("a\ufffdb".encode())
     assert measured.counts == {0: ("surrogates",)}
 
 
@@ -134,7 +131,7 @@ def test_edges_are_put_around_every_text(length: int) -> None:
     for kind, bos, eos in (("both", [BOS], [EOS]), ("eos", [], [EOS]), ("none", [], [])):
         modality = text(tokenizer_folder(kind))
         measured = modality.measure([{"text": one} for one in texts])
-        found = [ids[start:end].tolist() for ids, start, end in measured.payloads]
+        found = [ids.tolist() for ids in measured.payloads]
         assert found == [[*bos, *one.encode(), *eos] for one in texts]
 
 
@@ -168,7 +165,7 @@ def test_a_tokenizer_that_is_not_there_or_must_be_converted(tmp_path: Path) -> N
     with pytest.raises(RecipeError, match=r"must be a folder with a tokenizer\.json"):
         text(tmp_path / "nowhere")
     (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
-    with pytest.raises(RecipeError, match=r"holds tokenizer\.model, a SentencePiece .* Convert it once: transformers"):
+    with pytest.raises(RecipeError, match=r"tokenizer\.model is not a SentencePiece model or a tiktoken rank file"):
         text(tmp_path)
 
 
@@ -195,7 +192,9 @@ def test_records_narrow_what_a_trainer_widened() -> None:
 
 
 def test_an_unknown_modality_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(RecipeError, match=r"Unknown modality 'txt'; installed are \['text'\]\. Did you mean 'text'"):
+    with pytest.raises(
+        RecipeError, match=r"Unknown modality 'txt'; installed are \['chat', 'text'\]\. Did you mean 'text'"
+    ):
         find_modality("txt")
 
 
@@ -204,3 +203,42 @@ def test_a_long_text_without_spaces_takes_linear_time(trained: Path) -> None:
     ids, _ = tokenizer.encode(["ab" * 2_000_000])  # 4 MB in one pre-token: seconds if quadratic would be hours
     assert tokenizer.library == "fastokens"
     assert len(ids) > 100_000
+
+
+def edited(folder: Path, **changes: object) -> Path:
+    """The byte tokenizer with changes at the top of its file."""
+    tree = json.loads((tokenizer_folder("both") / "tokenizer.json").read_text())
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            value = {**tree[key], **value}
+        tree[key] = value
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    return folder
+
+
+def test_truncation_and_padding_of_a_tokenizer_cut_no_document(tmp_path: Path) -> None:
+    truncation = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    assert len(ids_of(text(edited(tmp_path, truncation=truncation)), "x" * 100)) == 100
+
+
+def test_a_tokenizer_whose_ids_are_random_or_ambiguous_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="dropout makes ids random"):
+        text(edited(tmp_path, model={"dropout": 0.1}))
+    gap = {"content": "<far>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    with pytest.raises(RecipeError, match="says id 3000, but `tokenizers` gives it"):
+        text(edited(tmp_path, added_tokens=[{"id": 3000, "special": True, **gap}]))
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"{}", b"\xff", b'{"model": {}, "added_tokens": null}'])
+def test_a_damaged_tokenizer_is_refused_with_its_name(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(raw)
+    with pytest.raises(RecipeError, match=r"tokenizer\.json is not a tokenizer\.json that can be used"):
+        text(tmp_path)
+
+
+@pytest.mark.parametrize("config", [None, [], 3, {"bos_token": ["a"]}, {"eos_token": 5}, {"bos_token": True}])
+def test_a_strange_config_is_refused(tmp_path: Path, config: object) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder("both") / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError, match="must be a"):
+        text(tmp_path)

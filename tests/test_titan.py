@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from small import write_recipe
 from worlds import tokenizer_folder
 
 from zephon import Stream
+from zephon.command.rehearse import process_tree
 from zephon.digest import lane_digest
 from zephon.ledger import compare_ledgers, ledger_line, read_ledger
 
@@ -20,23 +23,31 @@ STEPS, SAVE = 6, 3
 HERE = Path(__file__).parent
 
 
+def launch(ranks: int) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
+    return [*command, "--rdzv-endpoint=localhost:0"]
+
+
 def torchrun(ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
     return subprocess.run(
-        [*launch, "--rdzv-endpoint=localhost:0", *command],
+        [*launch(ranks), *command],
         capture_output=True, text=True, check=False, env=environment, timeout=300, cwd=HERE.parent,
     )  # fmt: skip
 
 
-def train(folder: Path, ranks: int, *extra: str, works: bool = True) -> str:
-    done = torchrun(
-        ranks, "-m", "torchtitan.train", "--module", "recipes.titan_text", "--config", "micro",
+def job(folder: Path, *extra: str) -> list[str]:
+    """The command of a training job, for torchrun."""
+    return [
+        "-m", "torchtitan.train", "--module", "recipes.titan_text", "--config", "micro",
         "--dump_folder", str(folder), "--dataloader.recipe", str(folder.parent / "recipe.toml"),
         "--hf_assets_path", str(tokenizer_folder("both")), "--training.seq_len", "32",
-        "--training.global_batch_size", "8",
-        "--training.steps", str(STEPS), "--checkpoint.interval", str(SAVE), *extra,
-    )  # fmt: skip
+        "--training.global_batch_size", "8", "--training.steps", str(STEPS), "--checkpoint.interval", str(SAVE), *extra,
+    ]  # fmt: skip
+
+
+def train(folder: Path, ranks: int, *extra: str, works: bool = True) -> str:
+    done = torchrun(ranks, *job(folder, *extra))
     assert (done.returncode == 0) == works, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr
 
@@ -113,6 +124,41 @@ def test_validation_has_a_recipe_of_its_own(jobs: Path) -> None:
     assert compare_ledgers(read_ledger(jobs / "two" / "ledger"), read_ledger(folder / "ledger")).step is None
 
 
+@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_stop_signal_to_one_rank_saves_and_ends_all(jobs: Path, sent: signal.Signals) -> None:
+    """Slurm announces the end of a job: the run saves at the next step boundary and exits with 0."""
+    folder = copy_step(jobs / "two", jobs / sent.name, SAVE)
+    extra = ["--training.steps", "100000", "--checkpoint.interval", "100000"]
+    with (folder / "log.txt").open("w") as log:
+        process = subprocess.Popen([*launch(2), *job(folder, *extra)], stdout=log, stderr=log, cwd=HERE.parent)
+        deadline = time.monotonic() + 120
+        while not (folder / "ledger").exists() or max(read_ledger(folder / "ledger"), default=0) < SAVE + 2:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        ranks = [
+            pid for pid in process_tree(process.pid) if "torchtitan.train" in command_of(pid) and pid != process.pid
+        ]
+        os.kill(ranks[1], sent)  # to one rank alone
+        assert process.wait(timeout=120) == 0, (folder / "log.txt").read_text()[-3000:]
+    last = max(read_ledger(folder / "ledger"))
+    assert (folder / "checkpoint" / f"step-{last}" / ".metadata").exists()
+    resumed = jobs / f"{sent.name}-resumed"
+    shutil.copytree(folder / "checkpoint" / f"step-{last}", resumed / "checkpoint" / f"step-{last}")
+    train(resumed, 1, "--training.steps", str(last + 2))
+    assert sorted(read_ledger(resumed / "ledger")) == [last + 1, last + 2]
+    with Stream.open(jobs / "recipe.toml") as stream:
+        loader = stream.loader()
+        for _ in range(last):
+            loader.step_records()
+        expected = {f"{lane:05d}": lane_digest(mine).hex() for lane, mine in loader.step_records().items()}
+    assert read_ledger(resumed / "ledger")[last + 1] == expected
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
 def test_ranks_that_do_not_divide_the_lanes_are_refused(jobs: Path) -> None:
     text = (jobs / "recipe.toml").read_text()
     odd = jobs / "odd" / "recipe.toml"
@@ -134,6 +180,8 @@ def test_every_start_up_refusal(jobs: Path) -> None:
         "global batch unset": "batches would silently change with the number of ranks",
         "recipe and trainer disagree on seq_len": "seq_len = 32, global_batch_size = 8, but TorchTitan says 64 and 8",
         "recipe and trainer disagree on the tokenizer": "another vocabulary",
+        "recipe not set": "dataloader.recipe is not set",
+        "TorchTitan's own trainer": "This trainer is TorchTitan's own",
         "no such recipe": "Cannot read the recipe",
         "another loader's config": "zephon.titan.Trainer needs a zephon.titan.DataLoader.Config",
         "vocabulary too small": "the model has 2048 embeddings",

@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.validate import Validator
 from torchtitan.config import TrainingConfig
+from torchtitan.trainer import Trainer as TitanTrainer
 
 from recipes.titan_text import micro
 from zephon import UsageError
@@ -32,7 +33,7 @@ def tokenizer_of(recipe: Path) -> str:
     return recipe.read_text().split('path = "')[1].split('"')[0]
 
 
-def run(settings: Trainer.Config) -> None:
+def run(settings: TitanTrainer.Config) -> None:
     trainer = None
     try:
         trainer = settings.build()
@@ -91,9 +92,11 @@ def refusals(jobs: Path) -> None:
         return made
 
     def model_only() -> Trainer.Config:
-        folder = fresh()
-        shutil.copytree(jobs / "seed" / "checkpoint" / "step-0", folder / "checkpoint" / "step-3")
-        return config(folder, recipe)
+        import torch
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save({"model": {"weight": torch.zeros(3)}}, checkpoint_id=fresh() / "checkpoint" / "step-3", no_dist=True)
+        return config(work, recipe)
 
     def foreign_checkpoint() -> Trainer.Config:
         import torch.distributed.checkpoint as dcp
@@ -106,12 +109,24 @@ def refusals(jobs: Path) -> None:
         made.checkpoint = replace(made.checkpoint, exclude_from_loading=["dataloader"])
         return made
 
-    cases: dict[str, Callable[[], Trainer.Config]] = {
+    def stock_trainer() -> TitanTrainer.Config:
+        made = config(fresh(), recipe)
+        names = [one.name for one in fields(TitanTrainer.Config)]
+        return TitanTrainer.Config(**{name: getattr(made, name) for name in names})
+
+    def no_recipe() -> Trainer.Config:
+        made = config(fresh(), recipe)
+        made.dataloader = DataLoader.Config()
+        return made
+
+    cases: dict[str, Callable[[], TitanTrainer.Config]] = {
         "lanes do not divide the global batch": lambda: config(fresh(), free_recipe(), global_batch_size=10),
         "local batch does not divide a share": lambda: config(fresh(), recipe, local_batch_size=3),
         "global batch unset": lambda: config(fresh(), recipe, global_batch_size=-1),
         "recipe and trainer disagree on seq_len": lambda: config(fresh(), recipe, seq_len=64),
         "recipe and trainer disagree on the tokenizer": other_tokenizer,
+        "recipe not set": no_recipe,
+        "TorchTitan's own trainer": stock_trainer,
         "no such recipe": lambda: config(fresh(), jobs / "nowhere.toml"),
         "another loader's config": other_loader,
         "vocabulary too small": small_model,

@@ -1,5 +1,5 @@
 """`python -m zephon`: the command line."""
 
-from zephon.cli import main
+from zephon.command.cli import main
 
 main()

@@ -98,7 +98,8 @@ class Catalogue:
         """What a checkpoint remembers: totals to read, and one digest over every shard and the chunk size."""
         digest = hashlib.sha256()
         for shard in self.shards:
-            digest.update(f"{shard.name}\0{shard.rows}\0{shard.bytes}\0{shard.sha256}\n".encode())
+            line = f"{shard.name}\0{shard.rows}\0{shard.bytes}\0{shard.sha256}\n"
+            digest.update(line.encode("utf-8", "surrogateescape"))  # file names need not be UTF-8
         return {
             "shards": len(self.shards),
             "rows": self.rows,

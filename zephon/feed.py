@@ -53,6 +53,8 @@ class Feed:
         """Rows that have been asked for and not come back."""
         self.turns = 0
         """How often rows have been asked for."""
+        self.ended = False
+        """Whether all rows of a finite source have been asked for."""
         self._lane, self._order = lane, order
         self._group, self._index = position.group, position.place
         self._skip = position.sample
@@ -63,12 +65,17 @@ class Feed:
         """Rows measured or asked for."""
         return len(self.ready) + self.pending
 
-    def take(self, count: int) -> tuple[Group, int, int]:
-        """The next rows to measure, at most `count` and at least one: rows, and the group and index of the first."""
-        if self._rows is None:
-            self._rows = self._order.group(self._lane, self._group)
-        while self._index >= len(self._rows.row):
-            self._group, self._index = self._group + 1, 0
+    def take(self, count: int) -> tuple[Group, int, int] | None:
+        """The next rows to measure, at most `count` and at least one: rows, and the group and index of the first.
+
+        None when a finite source has no more.
+        """
+        while self._rows is None or self._index >= len(self._rows.row):
+            if self._rows is not None:
+                self._group, self._index = self._group + 1, 0
+            if self._order.groups is not None and self._group >= self._order.groups:
+                self.ended, self._rows = True, None
+                return None
             self._rows = self._order.group(self._lane, self._group)
         first, end = self._index, min(self._index + count, len(self._rows.row))
         self._index = end
@@ -131,53 +138,69 @@ class Feeder:
         self._feeds[feed.source].append(feed)
 
     def fill(self, feed: Feed) -> None:
-        """Return when `feed` has at least one sample."""
+        """Return when `feed` has at least one sample, or has none any more."""
         while not feed.ready:
             if not feed.pending:
                 self._request(feed)
+                if feed.ended and not feed.pending:
+                    return
             self._collect()
+
+    def top_up(self) -> None:
+        """Where work is done ahead: ask for rows of the feeds that hold less than half of what they should."""
+        while len(self._tasks) < self._runner.tasks:
+            feeds = [min(feeds, key=_ahead) for feeds in self._feeds]
+            thin = [feed for feed in feeds if not feed.ended and 2 * feed.ahead < self._full(feed)]
+            if not thin:
+                return
+            asked = len(self._tasks)
+            self._request(min(thin, key=lambda feed: feed.ahead / self._full(feed)))
+            if len(self._tasks) == asked:
+                return
 
     def fetch(self, refs: Sequence[Ref]) -> dict[Ref, Sample]:
         """Measure samples by name, as a restore needs them."""
         out: dict[Ref, Sample] = {}
         for number, source in enumerate(self._sources):
-            mine = sorted({(ref.chunk, ref.row) for ref in refs if ref.source == number})
+            mine = sorted({(ref.epoch, ref.chunk, ref.row) for ref in refs if ref.source == number})
             if not mine:
                 continue
             places = np.asarray(mine, dtype=np.int64)
-            rows = source.catalogue.chunks.rows(places[:, 0], places[:, 1])
-            measured = self._runner.submit(self._worker.measure, number, rows).result()
-            found: dict[tuple[int, int], list[int]] = {place: [] for place in mine}
+            rows = source.catalogue.chunks.rows(places[:, 1], places[:, 2])
+            measured = self._runner.submit(self._worker.measure, number, rows, places[:, 0]).result()
+            found: dict[tuple[int, int, int], list[int]] = {place: [] for place in mine}
             for i, row in enumerate(measured.rows):
                 found[mine[row]].append(i)
             for ref in refs:
                 if ref.source == number:
-                    i = found[ref.chunk, ref.row][ref.sample]
+                    i = found[ref.epoch, ref.chunk, ref.row][ref.sample]
                     out[ref] = Sample(ref, measured.positions[i], measured.payloads[i])
         return out
 
+    def _full(self, feed: Feed) -> int:
+        """Rows that a feed should hold by now."""
+        feeds = len(self._feeds[feed.source]) * len(self._feeds)
+        share = min(max(self._ahead_bytes() // feeds, FEED_BYTES), TASK_BYTES)
+        return max(1, min(share, FEED_BYTES << min(feed.turns, 16)) // self._row_bytes[feed.source])
+
     def _request(self, first: Feed) -> None:
         """Have rows measured for `first`, and in the same task for the feeds of its source that run dry next."""
-        row_bytes, feeds = self._row_bytes[first.source], self._feeds[first.source]
-        room = max(1, TASK_BYTES // row_bytes)
-        share = min(max(self._ahead_bytes() // (len(feeds) * len(self._feeds)), FEED_BYTES), TASK_BYTES)
-
-        def lacks(feed: Feed) -> int:
-            """Rows until a feed has what it should hold."""
-            return max(1, min(share, FEED_BYTES << min(feed.turns, 16)) // row_bytes) - feed.ahead
-
-        hungry = [feed for feed in feeds if lacks(feed) > 0 and feed is not first]
+        feeds = self._feeds[first.source]
+        room = max(1, TASK_BYTES // self._row_bytes[first.source])
+        hungry = [feed for feed in feeds if feed.ahead < self._full(feed) and feed is not first and not feed.ended]
         hungry.sort(key=_ahead)
         parts: list[_Part] = []
         for feed in (first, *hungry):
             if room <= 0:
                 break
-            rows, group, index = feed.take(lacks(feed))
-            parts.append((feed, rows, group, index))
-            room -= len(rows.row)
+            if taken := feed.take(max(1, self._full(feed) - feed.ahead)):
+                parts.append((feed, *taken))
+                room -= len(taken[0].row)
+        if not parts:
+            return
         chunks = self._sources[first.source].catalogue.chunks
         rows = chunks.rows(_join(parts, _chunk), _join(parts, _row))
-        self._tasks.append((self._runner.submit(self._worker.measure, first.source, rows), parts))
+        self._tasks.append((self._runner.submit(self._worker.measure, first.source, rows, _join(parts, _epoch)), parts))
 
     def _collect(self) -> None:
         """Hand the samples of the oldest task to its feeds."""
@@ -198,6 +221,10 @@ def _ahead(feed: Feed) -> int:
 
 def _chunk(rows: Group) -> NDArray[np.int64]:
     return rows.chunk
+
+
+def _epoch(rows: Group) -> NDArray[np.int64]:
+    return rows.epoch
 
 
 def _row(rows: Group) -> NDArray[np.int64]:

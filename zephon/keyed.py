@@ -79,3 +79,27 @@ def _feistel(x: NDArray[np.uint64], bits: int, key: Key) -> NDArray[np.uint64]:
         low = low ^ (_mix(high ^ key[turn]) & low_mask)
         high = high ^ (_mix(low ^ key[turn + 1]) & high_mask)
     return (high << low_bits) | low
+
+
+class Draw:
+    """Random numbers that a key names: the same sequence on every machine. For user functions, never for order.
+
+    Args:
+        key: from `make_key`.
+    """
+
+    def __init__(self, key: Key) -> None:
+        self._key, self._count = int(key[0]), 0
+
+    def integer(self, n: int) -> int:
+        """A whole number in `range(n)`, all equally likely (n at most 2**63)."""
+        limit = (1 << 64) - (1 << 64) % n
+        while True:
+            self._count += 1
+            word = int(_mix(np.array([self._key + self._count & (1 << 64) - 1], np.uint64))[0])
+            if word < limit:
+                return word % n
+
+    def uniform(self) -> float:
+        """A number in [0, 1), a multiple of 2**-53."""
+        return self.integer(1 << 53) / (1 << 53)

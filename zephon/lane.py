@@ -16,6 +16,9 @@ from zephon.pack import Packer
 from zephon.state import LaneState, Position, Range, SourceState
 from zephon.types import Plan, Ref, Sample, Segment
 
+TOO_LONG = "too long"
+"""Counter of the samples that [packing] too_long = "drop" leaves out."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaneSource:
@@ -26,12 +29,14 @@ class LaneSource:
         order: its order.
         counters: what its modality counts.
         has_usable_row: whether any row of the whole source gives a position; slow.
+        place: where a sample lies, for messages; slow.
     """
 
     name: str
     order: SourceOrder
     counters: tuple[str, ...]
     has_usable_row: Callable[[], bool]
+    place: Callable[[Ref], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +47,17 @@ class Mix:
         weights: integer weights, one a source.
         by_samples: charge 1 a sample instead of its positions.
         piece: longest piece that enters the mix at once, in positions; None for whole documents.
+        longest: longest sample that is delivered, in positions; None for any.
+        drop_longer: drop and count samples that are longer, instead of stopping the run.
+        stop: a finite stream ends with its first source, instead of with its last.
     """
 
     weights: Sequence[int]
-    by_samples: bool
-    piece: int | None
+    by_samples: bool = False
+    piece: int | None = None
+    longest: int | None = None
+    drop_longer: bool = True
+    stop: bool = False
 
 
 class Lane:
@@ -82,17 +93,24 @@ class Lane:
         self._rest: Segment | None = None
         if state.rest:
             self._rest = Segment(samples[state.rest.ref], state.rest.start, state.rest.end)
-        packer.restore([Segment(samples[one.ref], one.start, one.end) for one in state.open])
+        packer.restore([[Segment(samples[one.ref], one.start, one.end) for one in bin] for bin in state.open])
+        self._ended = False
+        for i, position in enumerate(self._positions):
+            if position == _end(sources[i].order):
+                self._ended = not self._mixer.retire(i)
 
     @staticmethod
     def start(sources: Sequence[LaneSource]) -> LaneState:
         """The state before the first record."""
         return LaneState(tuple(SourceState(Position(), 0, 0, (0,) * len(source.counters)) for source in sources))
 
-    def next_plan(self) -> Plan:
-        """Decide the next record."""
+    def next_plan(self) -> Plan | None:
+        """Decide the next record; None when a finite stream has no more."""
         while True:
-            sample, start, end = self._rest or self._next_piece()
+            piece = self._rest or self._next_piece()
+            if piece is None:
+                return self._packer.flush()
+            sample, start, end = piece
             taken, plan = self._packer.offer(sample, start, end)
             self._rest = Segment(sample, taken, end) if taken < end else None
             if plan is not None:
@@ -103,12 +121,25 @@ class Lane:
         zipped = zip(self._positions, self._mixer.deficits, self._mixed, self._counts, strict=True)
         sources = tuple(SourceState(at, deficit, mixed, tuple(counts)) for at, deficit, mixed, counts in zipped)
         rest = _range(self._rest) if self._rest else None
-        return LaneState(sources, rest, tuple(_range(segment) for segment in self._packer.open))
+        bins = tuple(tuple(_range(segment) for segment in bin) for bin in self._packer.open)
+        return LaneState(sources, rest, bins)
 
-    def _next_piece(self) -> Segment:
-        """Take the next piece from the source that is furthest behind its share."""
-        source = self._mixer.pick()
-        sample, after = self._next_sample(source)
+    def _next_piece(self) -> Segment | None:
+        """Take the next piece from the source that is furthest behind its share; None at the end of a finite stream."""
+        while True:
+            if self._ended:
+                return None
+            source = self._mixer.pick()
+            found = self._next_sample(source)
+            if found:
+                return self._take_piece(source, *found)
+            if self._mix.stop:
+                self._ended = True
+            elif (end := _end(self._sources[source].order)) is not None:
+                self._ended = not self._mixer.retire(source)
+                self._positions[source] = end
+
+    def _take_piece(self, source: int, sample: Sample, after: Position) -> Segment:
         start, end = self._positions[source].offset, sample.positions
         piece = self._mix.piece
         if piece is not None and end - start > piece:
@@ -121,22 +152,23 @@ class Lane:
         self._mixed[source] += end - start
         return Segment(sample, start, end)
 
-    def _next_sample(self, source: int) -> tuple[Sample, Position]:
-        """The next sample of a source that has positions; the empty ones before it are passed and counted."""
+    def _next_sample(self, source: int) -> tuple[Sample, Position] | None:
+        """The next sample of a source that is to be delivered; those before it that are not are passed and counted."""
         feed, known = self.feeds[source], self._sources[source]
         while True:
             if not feed.ready:
                 self._fill(feed)
-            sample, after = feed.ready[0]
+                if not feed.ready:
+                    return None
+            sample, after = self._judged(source, *feed.ready[0])
             if sample.positions:
                 self._fresh[source] = after.group
                 return sample, after
             feed.ready.popleft()
             self._pass(source, sample, after)
-            draws = (
-                after.group - self._fresh[source] - 1
-            ) * known.order.draws_per_group  # at least so many, whole groups
-            if draws > known.order.patience:
+            # At least so many draws: whole groups only. A finite source ends by itself.
+            draws = (after.group - self._fresh[source] - 1) * known.order.draws_per_group
+            if draws > known.order.patience and known.order.groups is None:
                 if not (known.order.by_chance and known.has_usable_row()):
                     raise DataError(
                         f"Source {known.name!r} gave lane {self.number} no usable sample in {draws} draws: "
@@ -144,6 +176,19 @@ class Lane:
                         "remove it from the recipe."
                     )
                 self._fresh[source] = after.group
+
+    def _judged(self, source: int, sample: Sample, after: Position) -> tuple[Sample, Position]:
+        """The sample, or one without positions in its place where it is longer than the recipe allows."""
+        if self._mix.longest is None or sample.positions <= self._mix.longest:
+            return sample, after
+        if not self._mix.drop_longer:
+            known = self._sources[source]
+            raise DataError(
+                f"Source {known.name!r}: {known.place(sample.ref)}: the sample has {sample.positions} positions, more "
+                f"than a sequence of {self._mix.longest}, and [packing] too_long = 'error'. Use 'split' or 'drop', or "
+                "a longer seq_len."
+            )
+        return sample._replace(positions=0, counts=(*sample.counts, TOO_LONG)), after
 
     def _pass(self, source: int, sample: Sample, after: Position) -> None:
         self._positions[source] = after
@@ -153,6 +198,11 @@ class Lane:
     def _reasons(self, source: int) -> str:
         counted = zip(self._sources[source].counters, self._counts[source], strict=True)
         return ", ".join(f"{number} {name}" for name, number in counted if number) or "all its rows gave nothing"
+
+
+def _end(order: SourceOrder) -> Position | None:
+    """Where a source stands that the mix has found at its end; one that merely has no rows left stands before it."""
+    return None if order.groups is None else Position(order.groups)
 
 
 def _range(segment: Segment) -> Range:

@@ -17,18 +17,27 @@ from zephon.errors import UsageError
 
 Steps = dict[int, dict[str, str]]
 
+_START = b'{"step": '  # every line of a ledger
+
 
 class LedgerWriter:
     """Appends to one file of a ledger.
 
     Args:
         path: the file; folders are made. A line that a killed run left half written is cut off.
+
+    Raises:
+        UsageError: the file is there and is no ledger.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[bytes] = path.open("a+b")
         end = self._file.seek(0, os.SEEK_END)
+        self._file.seek(0)
+        if not _START.startswith(self._file.read(len(_START))):
+            self._file.close()
+            raise UsageError(f"{path} is there and is no ledger; it is left as it is. Choose another file.")
         self._file.truncate(end - _torn(self._file, end))
 
     def write(self, step: int, lanes: Mapping[int, bytes], *, whole: bool = False) -> None:
@@ -77,23 +86,31 @@ class Comparison:
         step: first of them that differs, or None.
         lanes: the lanes that differ in it.
         only: steps that only one of them holds.
+        lacking: whether these lanes differ only in that one ledger lacks them.
+        incomplete: steps of both in which lanes are missing that other steps have.
     """
 
     compared: int
     step: int | None
     lanes: list[str]
     only: int
+    lacking: bool
+    incomplete: int
 
 
 def compare_ledgers(a: Steps, b: Steps) -> Comparison:
     """Find the first step and the lanes in which two ledgers differ; a lane that one of them lacks differs."""
     both = sorted(a.keys() & b.keys())
     only = len(a.keys() ^ b.keys())
+    known = {lane for steps in (a, b) for lanes in steps.values() for lane in lanes}
+    every = {f"{lane:05d}" for lane in range(max(map(int, known), default=-1) + 1)}
+    incomplete = sum(not (every and every <= a[step].keys() | b[step].keys()) for step in both)
     for step in both:
         lanes = sorted(lane for lane in a[step].keys() | b[step].keys() if a[step].get(lane) != b[step].get(lane))
         if lanes:
-            return Comparison(len(both), step, lanes, only)
-    return Comparison(len(both), None, [], only)
+            lacking = not any(lane in a[step] and lane in b[step] for lane in lanes)
+            return Comparison(len(both), step, lanes, only, lacking, incomplete)
+    return Comparison(len(both), None, [], only, False, incomplete)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
@@ -102,12 +119,16 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             value = json.loads(line)
-            yield int(value["step"]), dict(value["lanes"])
-        except (ValueError, KeyError, TypeError) as error:
+            step, lanes = int(value["step"]), {f"{int(lane):05d}": str(one) for lane, one in value["lanes"].items()}
+            digest = step_digest({int(lane): bytes.fromhex(one) for lane, one in lanes.items()})
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{file}, line {number} is no line of a ledger with lanes. Ledgers come from training ranks, from "
                 "zephon run --ledger, or from zephon digest --lanes."
             ) from error
+        if value.get("sha256", digest) != digest:
+            raise UsageError(f"{file}, line {number}: the sha256 of the step is not that of its lanes. It was changed.")
+        yield step, lanes
 
 
 def _torn(file: IO[bytes], end: int) -> int:

@@ -4,17 +4,19 @@ Rank `r` of `G` owns the lanes `l` with `l * G // L == r`. Global batch `t = 1, 
 `[(t - 1) * B / L, t * B / L)` of every lane; a rank's share of it is lane-major, cut into micro-batches.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zephon.errors import RestoreError, TopologyError
+from zephon.errors import DataError, RestoreError, TopologyError
 from zephon.feed import Feeder
 from zephon.lane import Lane
-from zephon.pack import PACKERS
-from zephon.state import HEADER, LaneState, check_tag, compare_headers, encode_header, lane_key, tag_of
+from zephon.recipe import divisors
+from zephon.state import HEADER, LaneState, compare_headers, encode_header, lane_key, tag_of
 from zephon.types import Batch, Plan, Record
+from zephon.worker import Handle
 
 if TYPE_CHECKING:
     from zephon.stream import Stream
@@ -27,7 +29,7 @@ def owned_lanes(rank: int, world: int, lanes: int) -> list[int]:
 
 def admissible_worlds(lanes: int) -> list[int]:
     """Every number of data-parallel ranks that can host `lanes`."""
-    return [world for world in range(1, lanes + 1) if lanes % world == 0]
+    return divisors(lanes)
 
 
 def check_topology(*, lanes: int, global_batch: int, world: int, local_batch: int | None) -> int:
@@ -49,7 +51,7 @@ def check_topology(*, lanes: int, global_batch: int, world: int, local_batch: in
     if local_batch is None:
         return share
     if local_batch < 1 or share % local_batch:
-        works = [size for size in range(1, share + 1) if share % size == 0]
+        works = divisors(share)
         raise TopologyError(
             f"A rank's share of a global batch is {global_batch} / {world} = {share} sequences, which a local batch of "
             f"{local_batch} does not divide. The local batches that work are {works}; the nearest to {local_batch} are "
@@ -84,46 +86,77 @@ class Stats:
 
 
 class Loader:
-    """An endless iterator over the micro-batches of one rank.
+    """An iterator over the micro-batches of one rank; endless where sources repeat.
 
     Args:
         stream: the stream, which loaders may share.
         rank: data-parallel rank; tensor-, context- and pipeline-parallel peers have the same one.
         world: number of data-parallel ranks.
         local_batch_size: sequences of a micro-batch; all of a rank's share at once where left out.
+        pad_last: at the end of a finite stream, fill the last global batch with masked records (validation), instead of
+            dropping it (training).
 
     Raises:
         TopologyError: ranks, lanes and batches do not fit.
     """
 
-    def __init__(self, stream: "Stream", rank: int = 0, world: int = 1, local_batch_size: int | None = None) -> None:
-        lanes, size = stream.recipe.lanes, stream.batch.global_batch_size
-        self._local = check_topology(lanes=lanes, global_batch=size, world=world, local_batch=local_batch_size)
+    def __init__(
+        self,
+        stream: "Stream",
+        rank: int = 0,
+        world: int = 1,
+        local_batch_size: int | None = None,
+        pad_last: bool = False,
+    ) -> None:
+        parts, size = stream.parts, stream.batch.global_batch_size
+        self._local = check_topology(lanes=parts, global_batch=size, world=world, local_batch=local_batch_size)
         if not 0 <= rank < world:
             raise TopologyError(f"rank must be from 0 to {world - 1}, it is {rank}.")
-        self._stream = stream
-        self.lanes = owned_lanes(rank, world, lanes)
-        """The lanes of this rank, ascending."""
-        self._share = size // lanes
+        self._stream, self._pad_last = stream, pad_last
+        self.lanes = owned_lanes(rank, world, parts)
+        """The lanes of this rank, ascending; for a finite stream, its records of a global batch."""
+        self._hosted = [0] if stream.recipe.finite else self.lanes
+        self._share = size // parts
         self._per_step = len(self.lanes) * self._share // self._local
-        self._begin(0, {lane: stream.start() for lane in self.lanes})
+        self._begin(0, {lane: stream.start() for lane in self._hosted})
 
     @property
     def step(self) -> int:
         """The last global step that has been handed over whole."""
         return self._step
 
+    @property
+    def between_steps(self) -> bool:
+        """Whether no micro-batch of an unfinished step has been handed over."""
+        return not self._handed
+
     def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch: named arrays, `[local_batch_size, seq_len]` int32 for text."""
-        plans = [next(self._plans) for _ in range(self._local)]
-        batch = self._stream.runner.submit(self._stream.worker.materialise, plans).result()
+        """The next micro-batch: named arrays, `[local_batch_size, seq_len]` int32 for text.
+
+        Raises:
+            DataError: a source holds something that cannot be delivered. The loader is of no use after any error; a new
+                one goes on from the last state.
+        """
+        if self._failed:
+            raise DataError(
+                f"This loader failed before ({self._failed!r}) and may have lost its place. Make a new one and load "
+                "the last state."
+            ) from self._failed
+        try:
+            batch = self._next_handle().result()
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self._failed = error
+            raise
         self._handed += 1
         if self._handed == self._per_step:
             self._handed, self._step = 0, self._step + 1
             self._states = self._sealed.popleft()
+        self._feeder.top_up()
         return batch
 
     def step_records(self) -> dict[int, list[Record]]:
@@ -145,7 +178,8 @@ class Loader:
         self._check_between_steps()
         header = encode_header(self._stream.header(self._step))
         tag = tag_of(header)
-        return {HEADER: header, **{lane_key(lane): state.encode(tag) for lane, state in self._states.items()}}
+        keys = {lane: lane_key(lane) for lane in self._states}
+        return {HEADER: header, **{keys[lane]: state.encode(keys[lane], tag) for lane, state in self._states.items()}}
 
     def _check_between_steps(self) -> None:
         if self._handed:
@@ -163,12 +197,11 @@ class Loader:
         if HEADER not in state:
             raise RestoreError(f"The state lacks {HEADER!r}; it holds {sorted(state)}.")
         step = compare_headers(state[HEADER], self._stream.header(0))
-        missing = [key for key in map(lane_key, self.lanes) if key not in state]
+        missing = [key for key in map(lane_key, self._hosted) if key not in state]
         if missing:
             raise RestoreError(f"The state lacks {missing}; it holds {sorted(state)}.")
-        for lane in self.lanes:
-            check_tag(lane_key(lane), state[lane_key(lane)], state[HEADER])
-        self._begin(step, {lane: LaneState.decode(state[lane_key(lane)]) for lane in self.lanes})
+        keys = {lane: lane_key(lane) for lane in self._hosted}
+        self._begin(step, {lane: LaneState.decode(key, state[key], state[HEADER]) for lane, key in keys.items()})
 
     def stats(self) -> Stats:
         """What has been delivered, from the states: exact, and the same however far workers are ahead."""
@@ -176,33 +209,50 @@ class Loader:
         mixed, dropped = dict.fromkeys(names, 0), {name: dict[str, int]() for name in names}
         waiting = 0
         for state in self._states.values():
-            waiting += sum(one.end - one.start for one in (*([state.rest] if state.rest else []), *state.open))
+            waiting += sum(one.end - one.start for one in state.waiting)
             for source, known in zip(state.sources, self._stream.lane_sources, strict=True):
                 mixed[known.name] += source.mixed
                 for counter, number in zip(known.counters, source.counters, strict=True):
                     dropped[known.name][counter] = dropped[known.name].get(counter, 0) + number
-        records = self._step * len(self.lanes) * self._share
+        # A finite stream is decided whole on every rank, so its figures are those of all ranks together.
+        per_step = self._stream.batch.global_batch_size if self._stream.recipe.finite else len(self.lanes) * self._share
+        records = self._step * per_step
         positions = sum(mixed.values()) - waiting
         return Stats(records, positions, records * self._stream.batch.seq_len - positions, mixed, dropped)
+
+    def close(self) -> None:
+        """Release what this loader alone holds."""
 
     def _begin(self, step: int, states: dict[int, LaneState]) -> None:
         stream = self._stream
         self._step, self._handed, self._states = step, 0, states
+        self._failed: BaseException | None = None
         self._sealed: deque[dict[int, LaneState]] = deque()
-        feeder = Feeder(stream.sources, stream.worker, stream.runner, stream.ahead_bytes)
-        open_refs = [
-            one.ref for state in states.values() for one in (*([state.rest] if state.rest else []), *state.open)
-        ]
-        samples = feeder.fetch(open_refs)
-        packer = PACKERS[stream.recipe.packing]
+        self._feeder = Feeder(stream.sources, stream.worker, stream.runner, stream.ahead_bytes)
+        samples = self._feeder.fetch([one.ref for state in states.values() for one in state.waiting])
         lanes = [
-            Lane(lane, stream.lane_sources, stream.mix, packer(stream.batch.seq_len), state, samples, feeder.fill)
+            Lane(lane, stream.lane_sources, stream.mix, stream.packer(), state, samples, self._feeder.fill)
             for lane, state in states.items()
         ]
         for lane in lanes:
             for feed in lane.feeds:
-                feeder.add(feed)
-        self._plans = self._decide(lanes)
+                self._feeder.add(feed)
+        self._plans = self._decide_finite(lanes[0]) if stream.recipe.finite else self._decide(lanes)
+        self._ahead: deque[Handle[Batch]] = deque()
+
+    def _next_handle(self) -> Handle[Batch]:
+        """The oldest micro-batch in the making; as many more are set to work as the builder takes at once."""
+        builder = self._stream.builder
+        while len(self._ahead) <= builder.tasks:
+            plans = list(itertools.islice(self._plans, self._local))
+            if not plans:
+                break
+            self._ahead.append(builder.submit(self._stream.worker.materialise, plans))
+            if len(self._ahead) == 1 and not self._step and not self._handed:
+                break  # the first batch does not wait for the decisions of others
+        if not self._ahead:
+            raise StopIteration
+        return self._ahead.popleft()
 
     def _decide(self, lanes: list[Lane]) -> Iterator[Plan]:
         """Plans of all steps to come, lane-major within a step; states are set aside as each lane ends its share."""
@@ -211,8 +261,23 @@ class Loader:
             for lane in lanes:
                 for left in reversed(range(self._share)):
                     plan = lane.next_plan()
+                    assert plan is not None, "lanes repeat their sources"
                     if not left:
                         states[lane.number] = lane.state()
                         if len(states) == len(lanes):
                             self._sealed.append(states)
                     yield plan
+
+    def _decide_finite(self, lane: Lane) -> Iterator[Plan]:
+        """This rank's plans of one decision stream, which every rank decides whole: all end at the same step."""
+        size = self._stream.batch.global_batch_size
+        mine = slice(self.lanes[0], self.lanes[-1] + 1)
+        while True:
+            plans: list[Plan] = []
+            while len(plans) < size and (plan := lane.next_plan()) is not None:
+                plans.append(plan)
+            if len(plans) < size and not (plans and self._pad_last):
+                self._stream.tell_dropped(plans)
+                return
+            self._sealed.append({0: lane.state()})
+            yield from (plans + [[]] * (size - len(plans)))[mine]

@@ -10,6 +10,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 _ONE = 1 << 32
+_NEVER = -(1 << 200)  # below every deficit that can come up
 
 
 def integer_weights(weights: Sequence[Decimal]) -> list[int]:
@@ -34,14 +35,27 @@ class Mixer:
     def __init__(self, weights: Sequence[int], deficits: Sequence[int] | None = None) -> None:
         self._weights = list(weights)
         self._total = sum(weights)
-        self.deficits = list(deficits) if deficits is not None else [0] * len(self._weights)
+        self._deficits = list(deficits) if deficits is not None else [0] * len(self._weights)
+
+    @property
+    def deficits(self) -> list[int]:
+        """How far each source is behind its share, in positions times the sum of weights; 0 for one that has ended."""
+        return [deficit if weight else 0 for deficit, weight in zip(self._deficits, self._weights, strict=True)]
 
     def pick(self) -> int:
         """The source that is furthest behind; the first in the recipe among equals."""
-        deficits = self.deficits
-        return deficits.index(max(deficits))
+        return self._deficits.index(max(self._deficits))
 
     def charge(self, source: int, cost: int) -> None:
         """Account for a piece of `cost` (positions, or 1 where samples are mixed) taken from `source`."""
-        self.deficits = [deficit + weight * cost for deficit, weight in zip(self.deficits, self._weights, strict=True)]
-        self.deficits[source] -= self._total * cost
+        self._deficits = [
+            deficit + weight * cost for deficit, weight in zip(self._deficits, self._weights, strict=True)
+        ]
+        self._deficits[source] -= self._total * cost
+
+    def retire(self, source: int) -> bool:
+        """A source has ended: the others share what it would have got. Returns whether any is left."""
+        self._total -= self._weights[source]
+        self._weights[source] = 0
+        self._deficits[source] = _NEVER
+        return self._total > 0

@@ -61,6 +61,9 @@ class Modality(Protocol):
         context: what it is told about the stream.
     """
 
+    cheap_materialise: bool
+    """Whether building a micro-batch costs less than sending it to another process: then it is never given away."""
+
     counters: tuple[str, ...]
     """Names of what `measure` counts, in the order in which they are stored."""
 

@@ -46,15 +46,21 @@ class SourceOrder:
         seed: the recipe's seed.
         lanes: number of lanes of the stream, L.
         window: rows permuted together in a lane (`shuffle.window`); 0 keeps the stored order.
+        epochs: how often the source is drawn; None for ever. Finite streams have one lane.
     """
 
-    def __init__(self, name: str, chunks: ChunkTable, *, seed: int, lanes: int, window: int) -> None:
+    def __init__(
+        self, name: str, chunks: ChunkTable, *, seed: int, lanes: int, window: int, epochs: int | None = None
+    ) -> None:
+        self._draws_in_all = None if epochs is None else epochs * chunks.count
         self._name, self._chunks, self._seed, self._lanes = name, chunks, seed, lanes
         self._shuffled = window > 0
         self.shared = chunks.count < lanes
         """True when there are fewer chunks than lanes, so that every lane walks all of them by itself."""
         most = chunks.count if self.shared else chunks.count // lanes
         self.draws_per_group = max(1, min(window // chunks.rows_per_chunk, most))
+        self.groups = None if self._draws_in_all is None else -(-self._draws_in_all // self.draws_per_group)
+        """Number of groups of a lane; None for ever."""
         self.patience = 2 * chunks.count if self._shuffled else chunks.count
         """Draws after which a lane has seen every chunk that it ever sees, unless `by_chance`."""
         self.by_chance = self._shuffled and not self.shared and lanes > 1
@@ -63,7 +69,8 @@ class SourceOrder:
 
     def group(self, lane: int, group: int) -> Group:
         """The rows that `lane` visits in its group number `group`, in order."""
-        k = np.arange(group * self.draws_per_group, (group + 1) * self.draws_per_group)
+        first, end = group * self.draws_per_group, (group + 1) * self.draws_per_group
+        k = np.arange(first, end if self._draws_in_all is None else min(end, self._draws_in_all))
         epoch, chunk = self._draws(lane, k)
         sizes = self._chunks.sizes(chunk)
         starts = np.cumsum(sizes) - sizes

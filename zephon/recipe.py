@@ -4,6 +4,7 @@ Strict: an unknown key, a wrong type or an impossible value is an error that nam
 nearest right name. Everything but `[run]` decides which data a run sees, and is part of every checkpoint.
 """
 
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -43,13 +44,16 @@ class TokenizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
-    """One `[[sources]]`. `options` are the keys of its modality, which checks them."""
+    """One `[[sources]]`. `epochs` is None where the stream repeats; `options` are its modality's, which checks them."""
 
     name: str
     paths: tuple[str, ...]
     weight: Decimal
     modality: str
     chunk_rows: int | None
+    epochs: int | None
+    filter: str | None
+    map: str | None
     options: Mapping[str, Any]
 
 
@@ -63,11 +67,21 @@ class MixSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PackingSpec:
+    """`[packing]`: the algorithm, its open bins, and what becomes of samples longer than a sequence."""
+
+    algorithm: str = "concat"
+    bins: int = 32
+    too_long: str = "split"
+
+
+@dataclass(frozen=True, slots=True)
 class RunSpec:
     """`[run]`: how the work is done; can never change data."""
 
     runner: str = "inline"
     workers: int = 1
+    isolate: bool = False
     cache: Path = field(default_factory=lambda: Path(DEFAULT_CACHE).expanduser())
 
 
@@ -81,10 +95,15 @@ class Recipe:
     sources: tuple[SourceSpec, ...]
     mix: MixSpec
     window: int
-    packing: str
+    packing: PackingSpec
     run: RunSpec
     batch: BatchSpec | None = None
     tokenizer: TokenizerSpec | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether the stream ends: one decision stream then takes the place of lanes."""
+        return self.mix.on_end != "repeat"
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Recipe":
@@ -99,11 +118,15 @@ class Recipe:
             values = tomllib.loads(text.replace("\r\n", "\n"), parse_float=Decimal)
         except OSError as error:
             raise RecipeError(f"Cannot read the recipe {at}: {error.strerror}.") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (
+            ValueError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:  # not TOML, not UTF-8, numbers of thousands of digits
             raise RecipeError(f"{at} is not valid TOML: {error}.") from error
         try:
             return _recipe(values, at)
-        except RecipeError as error:
+        except (RecipeError, RuntimeError) as error:  # the latter from a home folder that nobody has
             raise RecipeError(f"{at}: {error}") from None
 
     def with_batch(self, seq_len: int, global_batch_size: int, who: str) -> "Recipe":
@@ -146,6 +169,8 @@ class _Section:
         value = self.raw(key, default)
         if value is default and default is not ...:
             return value
+        if isinstance(value, str) and "\0" in value:
+            raise RecipeError(f"{self.label(key)} holds a NUL character, which no name or path can.")
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             names = {int: "a whole number", str: "a string", bool: "true or false"}
             raise RecipeError(f"{self.label(key)} must be {names[kind]}, it is {_show(value)}.")
@@ -199,20 +224,24 @@ def _meant(values: Mapping[str, Any], key: str) -> str:
 def _recipe(values: dict[str, Any], path: Path) -> Recipe:
     top = _Section(values, "the recipe")
     seed = top.number("seed", 0, 0, most=2**63 - 1)
-    lanes = top.number("lanes", 1, most=65536)
+    mix = _mix(top.raw("mix", {}))
+    finite = mix.on_end != "repeat"
+    lanes = top.number("lanes", 1, 1 if finite else ..., most=65536)
+    if finite and lanes != 1:
+        raise RecipeError(
+            f"lanes = {lanes}, but [mix] on_end = {mix.on_end!r} makes the stream finite: lanes would end unevenly, so "
+            "it is one decision stream, and record j of a global batch goes to rank j·G // B. Leave lanes out."
+        )
     batch = _batch(top.raw("batch", None), lanes)
     tokenizer = _tokenizer(top.raw("tokenizer", None), path.parent)
-    sources = _sources(top.raw("sources"))
-    mix = _mix(top.raw("mix", {}))
+    sources = _sources(top.raw("sources"), finite)
     shuffle = _Section(top.raw("shuffle", {}), "[shuffle]")
     window = shuffle.number("window", 0, 256)
     shuffle.done()
-    packing = _Section(top.raw("packing", {}), "[packing]")
-    algorithm = packing.choice("algorithm", ["concat"], "concat")
-    packing.done()
+    packing = _packing(top.raw("packing", {}))
     run = _run(top.raw("run", {}), path.parent)
     top.done()
-    return Recipe(path, seed, lanes, sources, mix, window, algorithm, run, batch, tokenizer)
+    return Recipe(path, seed, lanes, sources, mix, window, packing, run, batch, tokenizer)
 
 
 def _batch(values: object, lanes: int) -> BatchSpec | None:
@@ -225,15 +254,22 @@ def _batch(values: object, lanes: int) -> BatchSpec | None:
     return batch
 
 
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, ascending."""
+    low = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return low + [number // one for one in reversed(low) if one * one != number]
+
+
 def _check_batch(batch: BatchSpec, lanes: int) -> None:
     size = batch.global_batch_size
+    if size < 1 or batch.seq_len < 1:
+        raise RecipeError(f"seq_len = {batch.seq_len} and global_batch_size = {size} must both be at least 1.")
     if size % lanes:
         below = size // lanes * lanes
         near = f"{below} or {below + lanes}" if below else str(lanes)
-        divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise RecipeError(
             f"global_batch_size = {size} is not a multiple of lanes = {lanes}: some lanes would give more sequences to "
-            f"a step than others. The nearest sizes that work are {near}; numbers of lanes that work are {divisors}."
+            f"a step than others. Sizes near it that work are {near}; numbers of lanes that work are {divisors(size)}."
         )
 
 
@@ -247,10 +283,10 @@ def _tokenizer(values: object, folder: Path) -> TokenizerSpec | None:
     return spec
 
 
-def _sources(values: object) -> tuple[SourceSpec, ...]:
+def _sources(values: object, finite: bool) -> tuple[SourceSpec, ...]:
     if not isinstance(values, list) or not values:
         raise RecipeError("sources must be one or more [[sources]] tables.")
-    sources = [_source(one, i) for i, one in enumerate(values)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    sources = [_source(one, i, finite) for i, one in enumerate(values)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     names = [source.name for source in sources]
     for name in names:
         if names.count(name) > 1:
@@ -260,7 +296,7 @@ def _sources(values: object) -> tuple[SourceSpec, ...]:
     return tuple(sources)
 
 
-def _source(values: object, number: int) -> SourceSpec:
+def _source(values: object, number: int, finite: bool) -> SourceSpec:
     section = _Section(values, f"[[sources]] number {number + 1}:")
     name = section.take("name", str)
     if not name or any(ord(letter) < 32 for letter in name):
@@ -268,26 +304,35 @@ def _source(values: object, number: int) -> SourceSpec:
     paths = section.raw("paths")
     if isinstance(paths, str):
         paths = [paths]
-    if not isinstance(paths, list) or not paths or not all(isinstance(one, str) and one for one in paths):  # pyright: ignore[reportUnknownVariableType]
+    if not isinstance(paths, list) or not paths or not all(isinstance(one, str) and one.strip("\0") for one in paths):  # pyright: ignore[reportUnknownVariableType]
         raise RecipeError(f"{section.label('paths')} must be a list of path patterns, it is {_show(paths)}.")
     weight = section.raw("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, int | Decimal):
         raise RecipeError(f"{section.label('weight')} must be a number, it is {_show(weight)}.")
     weight = Decimal(weight)
+    if weight.is_finite() and weight > 0 and abs(weight.adjusted()) > 30:
+        raise RecipeError(f"{section.label('weight')} must be from 1e-30 to 1e30, it is {weight}. Only ratios count.")
     if not weight.is_finite() or weight <= 0:
         raise RecipeError(
             f"{section.label('weight')} must be above 0, it is {weight}. Remove the source to leave it out."
         )
     modality = section.take("modality", str, "text")
     chunk_rows = section.number("chunk_rows", 1, None)
-    return SourceSpec(name, tuple(paths), weight, modality, chunk_rows, section.rest())  # pyright: ignore[reportUnknownArgumentType]
+    functions = section.take("filter", str, None), section.take("map", str, None)
+    epochs: int | None = section.number("epochs", 1, 1 if finite else None)
+    if epochs and not finite:
+        raise RecipeError(
+            f"{section.label('epochs')} = {epochs}, but [mix] on_end = 'repeat' draws every source for ever. Use "
+            "on_end = 'stop' or 'renormalise', or leave epochs out."
+        )
+    return SourceSpec(name, tuple(paths), weight, modality, chunk_rows, epochs, *functions, section.rest())  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _mix(values: object) -> MixSpec:
     section = _Section(values, "[mix]")
     unit = section.choice("unit", ["tokens", "samples"], "tokens")
     piece = section.choice("piece", ["document", "sequence"], "document")
-    on_end = section.choice("on_end", ["repeat"], "repeat")
+    on_end = section.choice("on_end", ["repeat", "stop", "renormalise"], "repeat")
     section.done()
     if unit == "samples" and piece == "sequence":
         raise RecipeError(
@@ -297,18 +342,31 @@ def _mix(values: object) -> MixSpec:
     return MixSpec(unit, piece, on_end)
 
 
+def _packing(values: object) -> PackingSpec:
+    section = _Section(values, "[packing]")
+    algorithm = section.choice("algorithm", ["concat", "best_fit"], "concat")
+    bins = section.number("bins", 1, 32, most=1024)
+    too_long = section.choice("too_long", ["split", "drop", "error"], "split")
+    section.done()
+    return PackingSpec(algorithm, bins, too_long)
+
+
 def _run(values: object, folder: Path) -> RunSpec:
     section = _Section(values, "[run]")
-    runner = section.choice("runner", ["inline"], "inline")
+    runner = section.choice("runner", ["inline", "threads", "process"], "inline")
     workers = section.number("workers", 1, 1, most=1024)
+    isolate = section.take("isolate", bool, False)
     cache = Path(section.take("cache", str, DEFAULT_CACHE)).expanduser()
     section.done()
     if runner == "inline" and workers != 1:
-        raise RecipeError(f"[run] workers = {workers}, but the inline runner works in the loader's own thread: use 1.")
-    return RunSpec(runner, workers, folder / cache)
+        raise RecipeError(
+            f"[run] workers = {workers}, but the inline runner works in the loader's own thread: use 1, "
+            "or runner = 'threads' or 'process'."
+        )
+    return RunSpec(runner, workers, isolate, folder / cache)
 
 
 def _show(value: Any) -> str:
-    return (
-        f"{value!r}" if not isinstance(value, dict | list) else "a table" if isinstance(value, dict) else f"{value!r}"
-    )
+    if isinstance(value, dict):
+        return "a table"
+    return str(value) if isinstance(value, Decimal) else repr(value)

@@ -1,14 +1,15 @@
 """The state of a stream: a header that all ranks share, and a few bytes a lane.
 
 A lane's bytes are the first 16 bytes of the header's SHA-256, then integers as LEB128 varints (signed ones zigzag) in a
-fixed order that `LaneState.encode` shows. No pickle, no text, nothing that depends on time or machine: ranks that hold
-the same lane write the same bytes.
+fixed order that `LaneState.encode` shows, then 4 bytes of a SHA-256 over the lane's key and all before. No pickle, no
+text, nothing that depends on time or machine: ranks that hold the same lane write the same bytes.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from zephon.errors import RestoreError
@@ -18,7 +19,7 @@ FORMAT_VERSION = 1
 """Raised whenever the bytes below change their meaning."""
 
 HEADER = "header"
-_TAG = 16
+_TAG, _SUM = 16, 4
 
 
 class Position(NamedTuple):
@@ -69,15 +70,20 @@ class LaneState:
     Attributes:
         sources: one entry a source, in recipe order.
         rest: what the packer has not taken yet of the current piece.
-        open: segments that wait in the packer.
+        open: bins of segments that wait in the packer.
     """
 
     sources: tuple[SourceState, ...]
     rest: Range | None = None
-    open: tuple[Range, ...] = field(default=())
+    open: tuple[tuple[Range, ...], ...] = ()
 
-    def encode(self, tag: bytes) -> bytes:
-        """Bytes of this state under the header that `tag` names."""
+    @property
+    def waiting(self) -> list[Range]:
+        """Everything that has been mixed and not delivered."""
+        return [*([self.rest] if self.rest else []), *(one for bin in self.open for one in bin)]
+
+    def encode(self, key: str, tag: bytes) -> bytes:
+        """Bytes of this state for the lane `key`, under the header that `tag` names."""
         out = bytearray(tag)
         _put(out, len(self.sources))
         for source in self.sources:
@@ -88,44 +94,63 @@ class LaneState:
             _put(out, len(source.counters))
             for number in source.counters:
                 _put(out, number)
-        ranges = (self.rest, *self.open) if self.rest else self.open
         _put(out, bool(self.rest))
         _put(out, len(self.open))
-        for one in ranges:
-            for number in (*one.ref, one.start, one.end):
+        for bin in self.open:
+            _put(out, len(bin))
+        for ref, start, end in self.waiting:
+            for number in (
+                ref.sample * len(self.sources) + ref.source,
+                ref.epoch,
+                ref.chunk,
+                ref.row,
+                start,
+                end - start,
+            ):
                 _put(out, number)
-        return bytes(out)
+        return bytes(out) + _checksum(key, bytes(out))
 
     @staticmethod
-    def decode(raw: bytes) -> "LaneState":
+    def decode(key: str, raw: bytes, header: bytes) -> "LaneState":
         """The inverse of `encode`.
 
         Raises:
-            RestoreError: the bytes are cut or damaged.
+            RestoreError: the bytes are damaged, another lane's, or belong to another header.
         """
-        numbers = _take(raw[_TAG:])
-        try:
-            sources: list[SourceState] = []
-            for _ in range(next(numbers)):
-                position = Position(*(next(numbers) for _ in range(4)))
-                deficit = next(numbers)
-                deficit = -(deficit + 1) // 2 if deficit % 2 else deficit // 2
-                mixed = next(numbers)
-                sources.append(
-                    SourceState(position, deficit, mixed, tuple(next(numbers) for _ in range(next(numbers))))
-                )
-            has_rest, waiting = next(numbers), next(numbers)
-            ranges = [
-                Range(Ref(*(next(numbers) for _ in range(5))), next(numbers), next(numbers))
-                for _ in range(has_rest + waiting)
-            ]
-        except (StopIteration, RuntimeError) as error:
-            raise RestoreError("The state of a lane is cut or damaged. Resume from another checkpoint.") from error
-        if next(numbers, None) is not None:
+        body = raw[:-_SUM]
+        if len(raw) <= _TAG + _SUM or raw[-_SUM:] != _checksum(key, body):
+            raise RestoreError(f"State {key!r} is cut, damaged, or another lane's. Resume from another checkpoint.")
+        if body[:_TAG] != tag_of(header):
             raise RestoreError(
-                "The state of a lane has bytes left over: it is damaged. Resume from another checkpoint."
+                f"State {key!r} was not written together with the header beside it: the checkpoint mixes two saves. "
+                "Resume from a checkpoint that one save wrote."
             )
-        return LaneState(tuple(sources), ranges[0] if has_rest else None, tuple(ranges[has_rest:]))
+        return LaneState._decode(_take(body[_TAG:]))
+
+    @staticmethod
+    def _decode(numbers: Iterator[int]) -> "LaneState":
+        sources: list[SourceState] = []
+        for _ in range(next(numbers)):
+            position = Position(*(next(numbers) for _ in range(4)))
+            deficit = next(numbers)
+            deficit = -(deficit + 1) // 2 if deficit % 2 else deficit // 2
+            mixed = next(numbers)
+            sources.append(SourceState(position, deficit, mixed, tuple(next(numbers) for _ in range(next(numbers)))))
+        has_rest = next(numbers)
+        sizes = [next(numbers) for _ in range(next(numbers))]
+        count = has_rest + sum(sizes)
+        ranges = iter([_range(*itertools.islice(numbers, 6), sources=len(sources)) for _ in range(count)])
+        rest = next(ranges) if has_rest else None
+        return LaneState(tuple(sources), rest, tuple(tuple(itertools.islice(ranges, size)) for size in sizes))
+
+
+def _range(both: int, epoch: int, chunk: int, row: int, start: int, length: int, *, sources: int) -> Range:
+    sample, source = divmod(both, sources)
+    return Range(Ref(source, epoch, chunk, row, sample), start, start + length)
+
+
+def _checksum(key: str, body: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + b"\0" + body).digest()[:_SUM]
 
 
 def _put(out: bytearray, number: int) -> None:
@@ -143,8 +168,6 @@ def _take(raw: bytes) -> Iterator[int]:
         if byte < 128:
             yield number
             number = shift = 0
-    if shift:
-        raise RuntimeError("cut inside a number")
 
 
 def lane_key(lane: int) -> str:
@@ -160,19 +183,6 @@ def encode_header(values: Mapping[str, Any]) -> bytes:
 def tag_of(header: bytes) -> bytes:
     """What ties a lane's bytes to a header."""
     return hashlib.sha256(header).digest()[:_TAG]
-
-
-def check_tag(key: str, raw: bytes, header: bytes) -> None:
-    """Refuse a lane whose bytes were not written with `header`.
-
-    Raises:
-        RestoreError: they belong to another save.
-    """
-    if raw[:_TAG] != tag_of(header):
-        raise RestoreError(
-            f"State {key!r} was not written together with the header beside it: the checkpoint mixes two saves. "
-            "Resume from a checkpoint that one save wrote."
-        )
 
 
 def compare_headers(saved: bytes, running: Mapping[str, Any]) -> int:

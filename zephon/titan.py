@@ -9,7 +9,12 @@ checkpoint before anything is loaded, and a ledger of what `train_step` received
 # pyright: reportMissingTypeStubs=false
 
 import functools
+import logging
+import math
 import os
+import signal
+import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,16 +40,18 @@ from zephon.state import HEADER, compare_headers
 from zephon.stream import Stream
 from zephon.types import Record
 
+logger = logging.getLogger(__name__)
+
 _STATE = "dataloader"  # TorchTitan's name for the loader in a checkpoint
 
 TitanBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 @functools.lru_cache(maxsize=8)
-def _open_stream(recipe: str, seq_len: int, global_batch_size: int | None, tokenizer: str | None) -> Stream:
+def _open_stream(recipe: str, seq_len: int, size: int | None, default: int, tokenizer: str | None) -> Stream:
     """A stream of this process: training and every validation share tokenizer and index."""
     loaded = Recipe.load(recipe)
-    size = global_batch_size or (loaded.batch.global_batch_size if loaded.batch else loaded.lanes)
+    size = size or (loaded.batch.global_batch_size if loaded.batch else math.lcm(default, loaded.lanes))
     loaded = loaded.with_batch(seq_len, size, "TorchTitan")
     if tokenizer:
         loaded = loaded.with_tokenizer(Path(tokenizer), "TorchTitan (hf_assets_path)")
@@ -78,16 +85,26 @@ class DataLoader(BaseDataLoader):
         tokenizer: Any,
         seq_len: int,
         local_batch_size: int,
-        **_: Any,
+        **others: Any,
     ) -> None:
-        if not config.infinite:
+        if not config.recipe:
+            raise RecipeError("dataloader.recipe is not set: name the recipe, as in --dataloader.recipe my.toml.")
+        # TorchTitan tells training loaders, and only those, how often it saves.
+        if "snapshot_every_n_steps" in others and config.global_batch_size is None:
             raise RecipeError(
-                f"{config.recipe} repeats for ever ([mix] on_end = 'repeat'), so validation over all of it would never "
-                "end. Set validator.steps to a number."
+                "This trainer is TorchTitan's own, which tells no loader the global batch size, so batches would "
+                "change with the number of ranks. Use zephon.titan.Trainer.Config in its place."
             )
         path = getattr(tokenizer, "tokenizer_path", None)
-        self.stream = _open_stream(os.path.abspath(config.recipe), seq_len, config.global_batch_size, path)
-        self.loader = self.stream.loader(dp_rank, dp_world_size, local_batch_size)
+        default = local_batch_size * dp_world_size  # for validation over a recipe that names no global batch
+        asked = (os.path.abspath(config.recipe), seq_len, config.global_batch_size, default, path)
+        self.stream = _open_stream(*asked)
+        if not config.infinite and not self.stream.recipe.finite:
+            raise RecipeError(
+                f"{config.recipe} repeats for ever ([mix] on_end = 'repeat'), so validation over all of it would never "
+                "end. Set validator.steps to a number, or on_end = 'renormalise' in the recipe."
+            )
+        self.loader = self.stream.loader(dp_rank, dp_world_size, local_batch_size, pad_last=not config.infinite)
 
     def __iter__(self) -> Iterator[TitanBatch]:
         for batch in self.loader:
@@ -116,6 +133,7 @@ class Trainer(TitanTrainer):
 
     def __init__(self, config: Config) -> None:
         self._ledger: _Ledger | None = None
+        self._stop: _StopSignals | None = None
         training = config.training
         if not isinstance(config.dataloader, DataLoader.Config):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RecipeError(
@@ -139,14 +157,17 @@ class Trainer(TitanTrainer):
         """Start process groups, then check everything that depends on their number, before the model is built."""
         dims = super().init_distributed()
         config, training = self.config, self.config.training
+        if not config.dataloader.recipe:  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+            raise RecipeError("dataloader.recipe is not set: name the recipe, as in --dataloader.recipe my.toml.")
         recipe = Recipe.load(config.dataloader.recipe)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownArgumentType, reportUnknownMemberType]
         recipe = recipe.with_batch(training.seq_len, training.global_batch_size, "TorchTitan")
         recipe.with_tokenizer(Path(config.hf_assets_path), "TorchTitan (hf_assets_path)")
         local = config.parallelism.pipeline_parallel_microbatch_size if dims.pp_enabled else training.local_batch_size
         _, world = _data_rank(dims)
         size = training.global_batch_size
-        check_topology(lanes=recipe.lanes, global_batch=size, world=world, local_batch=training.local_batch_size)
-        check_topology(lanes=recipe.lanes, global_batch=size, world=world, local_batch=local)
+        parts = size if recipe.finite else recipe.lanes
+        for batch in (training.local_batch_size, local):
+            check_topology(lanes=parts, global_batch=size, world=world, local_batch=batch)
         return dims
 
     def train(self) -> None:
@@ -159,7 +180,22 @@ class Trainer(TitanTrainer):
             )
         if isinstance(self.checkpointer, CheckpointManager) and self.checkpointer.enable:
             self._check_checkpoint(self.checkpointer)
-        super().train()
+        with _StopSignals() as self._stop:
+            super().train()
+
+    def should_continue_training(self) -> bool:
+        """Whether to take another step; after a stop signal to any rank, save and end on all of them."""
+        if not super().should_continue_training():
+            return False
+        if self._stop is None or not self._stop.agreed():
+            return True
+        manager = self.checkpointer
+        if isinstance(manager, CheckpointManager) and manager.enable and self.step % manager.interval:
+            manager.interval = self.step  # an ordinary, full save: TorchTitan's last one may hold the model alone
+            manager.save(self.step)
+        manager.maybe_wait_for_saving()
+        logger.warning("Stopped by a signal after step %d; start again to go on from there.", self.step)
+        return False
 
     def _check_checkpoint(self, manager: CheckpointManager) -> None:
         """Refuse a checkpoint that the loader cannot go on from, before the checkpointer loads any of it.
@@ -207,6 +243,41 @@ class Trainer(TitanTrainer):
             self._ledger.close()
 
 
+class _StopSignals:
+    """SIGTERM and SIGUSR1, with which Slurm announces the end of a job: noted, and agreed on between steps.
+
+    A signal reaches ranks at different moments, so all of them ask all of them at every step boundary, over gloo: some
+    0.1 ms, and no wait for an accelerator.
+    """
+
+    def __init__(self) -> None:
+        self._seen = False
+        self._before: dict[signal.Signals, Any] = {}
+        self._group: Any = None
+
+    def __enter__(self) -> "_StopSignals":
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")  # pyright: ignore[reportUnknownMemberType]
+        if threading.current_thread() is threading.main_thread():
+            for one in (signal.SIGTERM, signal.SIGUSR1):
+                self._before[one] = signal.signal(one, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one, before in self._before.items():
+            signal.signal(one, before)
+
+    def agreed(self) -> bool:
+        """Whether any rank has had a signal; the same answer on all of them."""
+        seen = torch.tensor([int(self._seen)])
+        if self._group is not None:
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group)  # pyright: ignore[reportUnknownMemberType]
+        return bool(seen.item())
+
+    def _note(self, *_: object) -> None:
+        self._seen = True
+
+
 class _Ledger:
     """Digests of what `train_step` received, lane by lane."""
 
@@ -251,7 +322,9 @@ def read_header(checkpoint: str) -> bytes:
             "the model alone: point checkpoint.initial_load_path at it and use an empty checkpoint folder."
         )
     state: dict[str, Any] = {key: b""}
-    load(state, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it loads in one process, as it should
+        load(state, storage_reader=reader, no_dist=True)
     return state[key]
 
 

@@ -7,14 +7,16 @@ for in the order in which order-dependent code needs them, so it may finish them
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zephon.catalogue import Catalogue
 from zephon.errors import DataError
+from zephon.keyed import Draw, make_key
 from zephon.modality import BadRowError, Modality
+from zephon.transform import FILTERED, Transform, spread, transform
 from zephon.types import Batch, Measured, Plan, Record, Row
 
 T = TypeVar("T")
@@ -45,6 +47,13 @@ class Source:
     catalogue: Catalogue
     reader: RowReader
     modality: Modality
+    transforms: tuple[Transform, ...] = ()
+    seed: int = 0
+
+    @property
+    def counters(self) -> tuple[str, ...]:
+        """What measuring counts."""
+        return self.modality.counters + ((FILTERED,) if self.transforms else ())
 
 
 class Worker:
@@ -57,18 +66,41 @@ class Worker:
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = tuple(sources)
 
-    def measure(self, source: int, rows: NDArray[np.int64]) -> Measured:
-        """Read rows of one source and size their samples.
+    def measure(self, source: int, rows: NDArray[np.int64], epochs: NDArray[np.int64]) -> Measured:
+        """Read rows of one source, filter and map them, and size their samples.
+
+        Args:
+            source: number of the source.
+            rows: int64, numbers of rows in the source.
+            epochs: int64, how often the source had been drawn before, for each row; keys randomness in user functions.
 
         Raises:
             DataError: a row cannot be used; names the source and the place.
         """
         one = self._sources[source]
         try:
-            return one.modality.measure(one.reader.read(rows))
+            found = one.reader.read(rows)
+            if not one.transforms:
+                return one.modality.measure(found)
+            return self._transformed(one, found, rows, epochs)
+        except DataError as error:
+            raise DataError(f"Source {one.name!r}: {error}") from error
         except BadRowError as error:
             place = one.reader.place(int(rows[error.row]))
             raise DataError(f"Source {one.name!r}: {place}: {error.reason}") from error
+
+    def _transformed(
+        self, one: Source, found: list[Row], rows: NDArray[np.int64], epochs: NDArray[np.int64]
+    ) -> Measured:
+        def draws(i: int, name: str) -> Draw:
+            return Draw(make_key("user", one.seed, one.name, name, int(epochs[i]), int(rows[i])))
+
+        kept, origin = transform(one.transforms, found, draws, lambda i: one.reader.place(int(rows[i])))
+        try:
+            measured = one.modality.measure(kept) if kept else Measured([], [], [])
+        except BadRowError as error:
+            raise BadRowError(origin[error.row], error.reason) from error
+        return spread(measured, origin, len(found))
 
     def materialise(self, plans: Sequence[Plan]) -> Batch:
         """Build one micro-batch from plans."""
@@ -95,6 +127,9 @@ class Handle(Protocol[T_co]):
 class Runner(Protocol):
     """Has work done."""
 
+    tasks: int
+    """How many tasks it takes at once beyond the one that is waited for; 0 where nothing is done ahead."""
+
     def submit(self, work: Callable[..., T], *args: Any) -> Handle[T]:
         """Give work away; returns at once."""
         ...
@@ -102,25 +137,3 @@ class Runner(Protocol):
     def close(self) -> None:
         """Stop; work that nobody waits for is dropped."""
         ...
-
-
-class _Lazy(Generic[T]):
-    def __init__(self, work: Callable[..., T], args: tuple[Any, ...]) -> None:
-        self._work, self._args = work, args
-
-    def result(self) -> T:
-        return self._work(*self._args)
-
-
-class InlineRunner:
-    """Does the work in the calling thread, when its result is asked for."""
-
-    def submit(self, work: Callable[..., T], *args: Any) -> Handle[T]:
-        return _Lazy(work, args)
-
-    def close(self) -> None:
-        pass
-
-
-RUNNERS: dict[str, type[InlineRunner]] = {"inline": InlineRunner}
-"""By the name that a recipe gives."""

@@ -27,5 +27,7 @@ def draw(ours: list[Curve], stock: list[Curve], saved: int, file: Path) -> None:
         panel.set_xlabel("step")
         panel.legend(fontsize=8)
     panels[0].set_ylabel("training loss")
+    note = "resumed on other ranks: refused.\nData state left out: starts again\nwith documents it has seen."
+    panels[1].text(0.03, 0.04, note, transform=panels[1].transAxes, fontsize=8, va="bottom")
     figure.savefig(file, dpi=110)
     plt.close(figure)

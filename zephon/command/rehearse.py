@@ -59,7 +59,10 @@ def rehearse(
         started, cpu = time.perf_counter(), _cpu_seconds()
         try:
             while steps is None or loader.step < steps:
-                records = loader.step_records()
+                try:
+                    records = loader.step_records()
+                except StopIteration:
+                    break
                 first = first or time.perf_counter() - started
                 after(records)
                 if console.is_terminal:
@@ -89,9 +92,14 @@ def rehearse(
 
 
 def _cpu_seconds() -> float:
-    """CPU time of this process and of the children that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    """CPU time of this process and all its descendants, those that have ended included (Linux)."""
+    ticks = 0
+    for pid in process_tree(os.getpid()):
+        try:
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:15]))
+        except OSError:
+            continue
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class _PeakPss:

@@ -1,11 +1,13 @@
 """The command line. Exit codes: 0 good; 1 a comparison differed or a run failed; 2 bad usage, recipe or topology."""
 
+import io
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,53 +15,21 @@ import numpy as np
 import tyro
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.markup import escape
 from rich.table import Table
 
-from zephon.digest import lane_digest, step_digest
-from zephon.errors import RecipeError, UsageError, ZephonError
+from zephon.command.explain import explain as plan_of
+from zephon.command.explain import show
+from zephon.command.options import Given, Saving, err
+from zephon.command.rehearse import Report, rehearse
+from zephon.command.saved import write_state
+from zephon.digest import lane_digest
+from zephon.errors import UsageError, ZephonError
 from zephon.ledger import LedgerWriter, compare_ledgers, ledger_line, read_ledger
-from zephon.loader import Loader, admissible_worlds, check_topology
-from zephon.recipe import Recipe
-from zephon.rehearse import Report, rehearse
-from zephon.state import HEADER
+from zephon.loader import admissible_worlds, check_topology
 from zephon.stream import Stream
 
 RecipePath = Annotated[Path, tyro.conf.Positional]
-
-_err = Console(stderr=True)
-
-
-@dataclass(frozen=True)
-class Given:
-    """What TorchTitan would say in training, for recipes that leave it out."""
-
-    seq_len: int | None = None
-    """Positions of a sequence, for a recipe without [batch]."""
-    global_batch_size: int | None = None
-    """Sequences per optimizer step over all ranks, for a recipe without [batch]."""
-    tokenizer: Path | None = None
-    """Tokenizer folder, for a recipe without [tokenizer]."""
-
-    def open(self, path: Path) -> Stream:
-        """Open a recipe, with a progress bar where files must be indexed."""
-        recipe = Recipe.load(path)
-        if (self.seq_len is None) != (self.global_batch_size is None):
-            raise UsageError("--seq-len and --global-batch-size go together; one of them is missing.")
-        if self.seq_len is not None and self.global_batch_size is not None:
-            recipe = recipe.with_batch(self.seq_len, self.global_batch_size, "the command line")
-        if recipe.batch is None:
-            raise RecipeError(f"{path} has no [batch]; give --seq-len and --global-batch-size as TorchTitan would.")
-        if self.tokenizer:
-            recipe = recipe.with_tokenizer(self.tokenizer, "the command line")
-        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bars:
-            task = bars.add_task("indexing", total=None, visible=False)
-
-            def show(done: int, total: int) -> None:
-                bars.update(task, completed=done, total=total, visible=True)
-
-            return Stream(recipe, show)
 
 
 def check(
@@ -69,7 +39,7 @@ def check(
     given: Annotated[Given, tyro.conf.OmitArgPrefixes] = Given(),
     json: bool = False,
 ) -> int:
-    """Validate a recipe: everything that can be known before a run.
+    """Validate a recipe: everything that can be known without reading all of the data.
 
     Indexes the files, loads the tokenizer, measures the first rows of every source; prints rows, chunks and target
     share of every source and every number of data-parallel ranks that works.
@@ -80,7 +50,7 @@ def check(
         json: Print one JSON object a line, and nothing else, on standard output.
     """
     with given.open(recipe) as stream:
-        lanes, size = stream.recipe.lanes, stream.batch.global_batch_size
+        lanes, size = stream.parts, stream.batch.global_batch_size
         if dp is not None:
             check_topology(lanes=lanes, global_batch=size, world=dp, local_batch=None)
         weights = [spec.weight for spec in stream.recipe.sources]
@@ -114,23 +84,51 @@ def check(
 
 def _show_check(rows: list[dict[str, Any]], worlds: list[dict[str, Any]], stream: Stream) -> None:
     out = Console()
-    table = Table("source", "share", "shards", "rows", "MB", "chunks", "rows a chunk", title=str(stream.recipe.path))
+    table = Table(
+        "source", "share", "shards", "rows", "MB", "chunks", "rows a chunk", title=escape(str(stream.recipe.path))
+    )
     for row in rows:
-        cells = row["source"], f"{row['share']:.2%}", row["shards"], f"{row['rows']:,}", f"{row['bytes'] / 1e6:,.1f}"
+        cells = (
+            escape(row["source"]),
+            f"{row['share']:.2%}",
+            row["shards"],
+            f"{row['rows']:,}",
+            f"{row['bytes'] / 1e6:,.1f}",
+        )
         table.add_row(*map(str, cells), f"{row['chunks']:,}", f"{row['chunk_rows']:,}")
     out.print(table)
     for row in rows:
         if row["walked_by_every_lane"]:
             out.print(
-                f"[yellow]Source {row['source']!r} has {row['chunks']} chunks for {stream.recipe.lanes} lanes: every "
-                "lane walks all of it by itself, so lanes may hold the same row at the same time. Smaller chunk_rows "
-                "or fewer lanes avoid it.[/]"
+                f"[yellow]Source {escape(repr(row['source']))} has {row['chunks']} chunks for "
+                f"{stream.recipe.lanes} lanes: every lane walks all of it by itself, so lanes may hold the "
+                "same row at the same time. Smaller chunk_rows or fewer lanes avoid it.[/]"
             )
     table = Table("data-parallel ranks", "lanes a rank", "sequences a rank and step", title="Ranks that work")
     for world in worlds:
         table.add_row(*map(str, world.values()))
     out.print(table)
     out.print("[green]The recipe holds.[/]")
+
+
+def explain(
+    recipe: RecipePath,
+    /,
+    given: Annotated[Given, tyro.conf.OmitArgPrefixes] = Given(),
+    json: bool = False,
+) -> int:
+    """Draw the plan of a stream: sources, stages, runners, and what each costs, measured on the data itself.
+
+    Estimates tokens from a sample of rows, and runs about a million tokens through every stage.
+
+    Args:
+        recipe: The recipe (TOML).
+        json: Print one JSON object on standard output.
+    """
+    with given.open(recipe) as stream:
+        plan = plan_of(stream)
+        _print_json(plan.as_json()) if json else show(stream, plan, Console())
+    return 0
 
 
 def run(
@@ -140,9 +138,7 @@ def run(
     rank: int = 0,
     steps: int | None = None,
     ledger: Path | None = None,
-    save: Path | None = None,
-    save_at: int | None = None,
-    resume: Path | None = None,
+    saving: Annotated[Saving, tyro.conf.OmitArgPrefixes] = Saving(),
     given: Annotated[Given, tyro.conf.OmitArgPrefixes] = Given(),
     json: bool = False,
 ) -> int:
@@ -157,23 +153,21 @@ def run(
         rank: Which of them this is.
         steps: Last global step; without it the run goes on until Ctrl-C.
         ledger: Append the digests of this rank's lanes to this file.
-        save: Folder for the state; ranks may share it.
-        save_at: Step after which to save; the last one where left out.
-        resume: Folder with a state to go on from.
         json: Print one JSON object, and nothing else, on standard output.
     """
     with given.open(recipe) as stream:
         loader = stream.loader(rank, dp)
-        _resume([loader], resume)
+        saving.begin([loader], steps)
         writer = LedgerWriter(ledger) if ledger else None
 
         def after(records: dict[int, Any]) -> None:
             if writer:
                 writer.write(loader.step, {lane: lane_digest(mine) for lane, mine in records.items()})
-            if save and loader.step == (save_at or steps):
-                _save([loader], save)
+            saving.after([loader], steps)
 
-        report = rehearse(stream, loader, steps, after, _err)
+        report = rehearse(stream, loader, steps, after, err)
+        if saving.save and saving.save_at is None and steps is None and loader.between_steps:
+            write_state([loader], saving.save)  # stopped by Ctrl-C: the last step is the one it came to
         if writer:
             writer.close()
     _print_json(report.as_json()) if json else _show_report(report)
@@ -188,22 +182,20 @@ def _show_report(report: Report) -> None:
     table.add_row("start-up, s", f"{report.startup_s:.2f}")
     table.add_row("first batch, s", f"{report.first_batch_s:.3f}")
     for name, share in report.shares.items():
-        table.add_row(f"share of {name}", f"{share:.3%} (target {report.targets[name]:.3%})")
+        table.add_row(f"share of {escape(name)}", f"{share:.3%} (target {report.targets[name]:.3%})")
     table.add_row("padding", f"{report.padding:,} positions")
     for name, counts in report.dropped.items():
-        table.add_row(f"noted in {name}", ", ".join(f"{number} {what}" for what, number in counts.items()))
+        table.add_row(f"noted in {escape(name)}", ", ".join(f"{number} {what}" for what, number in counts.items()))
     Console().print(table)
 
 
 def digest(
     recipe: RecipePath,
     /,
-    steps: int,
+    steps: int | None = None,
     dp: int = 1,
     lanes: bool = False,
-    save: Path | None = None,
-    save_at: int | None = None,
-    resume: Path | None = None,
+    saving: Annotated[Saving, tyro.conf.OmitArgPrefixes] = Saving(),
     given: Annotated[Given, tyro.conf.OmitArgPrefixes] = Given(),
     json: bool = False,
 ) -> int:
@@ -214,36 +206,34 @@ def digest(
 
     Args:
         recipe: The recipe (TOML).
-        steps: Last step, also after a resume.
+        steps: Last step, also after a resume; only a finite stream can do without.
         dp: Number of data-parallel ranks.
         lanes: Also print the digest of every lane.
-        save: Folder for the state.
-        save_at: Step after which to save; the last one where left out.
-        resume: Folder with a state to go on from.
-        json: Accepted for symmetry; the output is one JSON object a line in any case.
+        json: Changes nothing: the output is one JSON object a line in any case.
     """
     del json
     with given.open(recipe) as stream:
-        check_topology(
-            lanes=stream.recipe.lanes, global_batch=stream.batch.global_batch_size, world=dp, local_batch=None
-        )
+        _needs_steps(stream, steps)
+        check_topology(lanes=stream.parts, global_batch=stream.batch.global_batch_size, world=dp, local_batch=None)
         loaders = [stream.loader(rank, dp) for rank in range(dp)]
-        _resume(loaders, resume)
-        for step in range(loaders[0].step + 1, steps + 1):
-            of_lanes = {lane: lane_digest(mine) for loader in loaders for lane, mine in loader.step_records().items()}
-            _print_json(
-                ledger_line(step, of_lanes, whole=True) if lanes else {"step": step, "sha256": step_digest(of_lanes)}
-            )
-            if save and step == (save_at or steps):
-                _save(loaders, save)
+        saving.begin(loaders, steps)
+        while steps is None or loaders[0].step < steps:
+            try:
+                parts = [loader.step_records() for loader in loaders]
+            except StopIteration:
+                break
+            of_lanes = {lane: lane_digest(mine) for part in parts for lane, mine in part.items()}
+            line = ledger_line(loaders[0].step, of_lanes, whole=True)
+            _print_json(line if lanes else {"step": line["step"], "sha256": line["sha256"]})
+            saving.after(loaders, steps)
     return 0
 
 
 def export(
     recipe: RecipePath,
     /,
-    steps: int,
     out: Path,
+    steps: int | None = None,
     given: Annotated[Given, tyro.conf.OmitArgPrefixes] = Given(),
     json: bool = False,
 ) -> int:
@@ -253,23 +243,28 @@ def export(
 
     Args:
         recipe: The recipe (TOML).
-        steps: Last step.
         out: Folder for the files.
+        steps: Last step; only a finite stream can do without.
         json: Print one JSON object a file on standard output.
     """
     with given.open(recipe) as stream:
+        _needs_steps(stream, steps)
         loader = stream.loader()
         out.mkdir(parents=True, exist_ok=True)
-        for step in range(1, steps + 1):
+        while steps is None or loader.step < steps:
+            try:
+                records = loader.step_records()
+            except StopIteration:
+                break
             arrays: dict[str, Any] = {
                 f"{lane:05d}.{number:03d}.{name}": array
-                for lane, records in loader.step_records().items()
-                for number, record in enumerate(records)
+                for lane, mine in records.items()
+                for number, record in enumerate(mine)
                 for name, array in record.items()
             }
-            file = out / f"step-{step:06d}.npz"
+            file = out / f"step-{loader.step:06d}.npz"
             np.savez(file, **arrays)
-            _print_json({"step": step, "file": str(file)}) if json else print(file)
+            _print_json({"step": loader.step, "file": str(file)}) if json else print(file)
     return 0
 
 
@@ -289,34 +284,22 @@ def verify(
     if not result.compared:
         raise UsageError(f"{a} and {b} have no step in common; nothing was compared.")
     if json:
-        _print_json(
-            {"compared": result.compared, "only_in_one": result.only, "step": result.step, "lanes": result.lanes}
-        )
-    elif result.step is None:
-        print(f"{result.compared} steps compared, all equal ({result.only} steps are in one of them only).")
+        _print_json(asdict(result))
+    elif result.step is not None:
+        lacking = "which one of them lacks" if result.lacking else "whose digests differ"
+        print(f"Step {result.step} is the first that is not the same: lanes {', '.join(result.lanes)}, {lacking}.")
+    elif result.incomplete:
+        print(f"{result.incomplete} of {result.compared} steps lack lanes in both; the others are equal.")
     else:
-        print(f"Step {result.step} is the first that differs, in lanes {', '.join(result.lanes)}.")
-    return int(result.step is not None)
+        print(f"{result.compared} steps compared, all equal ({result.only} steps are in one of them only).")
+    return int(result.step is not None or result.incomplete > 0)
 
 
-def _resume(loaders: list[Loader], folder: Path | None) -> None:
-    if folder is None:
-        return
-    if not (folder / HEADER).is_file():
-        raise UsageError(f"{folder} holds no saved state: there is no file {HEADER!r} in it.")
-    state = {file.name: file.read_bytes() for file in folder.iterdir() if "." not in file.name and file.is_file()}
-    for loader in loaders:
-        loader.load_state_dict(state)
-
-
-def _save(loaders: list[Loader], folder: Path) -> None:
-    """One file a key; ranks may write into the same folder at once, since what they share is the same bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for loader in loaders:
-        for key, raw in loader.state_dict().items():
-            private = folder / f"{key}.{os.getpid()}.tmp"
-            private.write_bytes(raw)
-            private.replace(folder / key)
+def _needs_steps(stream: Stream, steps: int | None) -> None:
+    if steps is None and not stream.recipe.finite:
+        raise UsageError("The stream repeats for ever ([mix] on_end = 'repeat'): say where to stop with --steps N.")
+    if steps is not None and steps < 1:
+        raise UsageError(f"--steps must be at least 1, it is {steps}.")
 
 
 def _print_json(value: Any) -> None:
@@ -325,6 +308,7 @@ def _print_json(value: Any) -> None:
 
 _COMMANDS: dict[str, Callable[..., Any]] = {
     "check": check,
+    "explain": explain,
     "run": run,
     "digest": digest,
     "export": export,
@@ -334,21 +318,31 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
 
 def main(args: list[str] | None = None) -> None:
     """Entry point of the `zephon` command."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=_err, show_path=False)])
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=err, show_path=False)])
+    out: Any = sys.stdout
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="backslashreplace")  # names that the terminal's encoding does not know
     try:
         code = tyro.extras.subcommand_cli_from_dict(
             _COMMANDS,
             prog="zephon",
             args=args,
-            description="Data loading for LLM and VLM pre-training: look, rehearse, prove.",
+            description=f"Data loading for LLM pre-training: look, rehearse, prove. Version {version('zephon-lanes')}.",
         )
     except UsageError as error:
-        _err.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
-        code = 2
+        code = _complain(f"error: {error}", 2)
     except ZephonError as error:
-        _err.print(f"[red]failed:[/] {error}", highlight=False, soft_wrap=True)
-        code = 1
+        code = _complain(f"failed: {error}", 1)
+    except KeyboardInterrupt:
+        code = _complain("stopped by Ctrl-C", 130)
     except BrokenPipeError:  # the reader of our output has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
         code = 1
+    except OSError as error:
+        code = _complain(f"failed: {error}", 1)
     sys.exit(code)
+
+
+def _complain(message: str, code: int) -> int:
+    err.print(message, style="red", markup=False, highlight=False, soft_wrap=True)
+    return code

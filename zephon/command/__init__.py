@@ -1,0 +1,1 @@
+"""The `zephon` command: looks, rehearses, proves. Nothing of a training run needs it."""

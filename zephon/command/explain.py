@@ -1,0 +1,153 @@
+"""`zephon explain`: the plan of a stream as a picture, with the cost of every stage measured on its own data."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from zephon.digest import lane_digest
+from zephon.feed import TASK_BYTES
+from zephon.loader import Loader
+from zephon.runners import InlineRunner
+from zephon.stream import Stream
+from zephon.types import Batch, Measured, Plan
+from zephon.worker import Source, Worker
+
+_SAMPLED_ROWS = 512  # of each source, spread over it evenly, to estimate its tokens
+_TOKENS = 3_000_000  # measured, to tell what the stages cost
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePlan:
+    """What a source contributes. Tokens are estimated from `_SAMPLED_ROWS` rows; epochs are per billion tokens."""
+
+    name: str
+    share: float
+    rows: int
+    tokens: int
+    mean_tokens: float
+    epochs_per_billion: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlan:
+    """What `explain` found; costs in CPU seconds per million tokens."""
+
+    sources: list[SourcePlan]
+    stages: dict[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        sources = [{name: getattr(one, name) for name in SourcePlan.__slots__} for one in self.sources]
+        return {"sources": sources, "cpu_s_per_mtoken": self.stages}
+
+
+class _TimedWorker(Worker):
+    """A worker that notes the CPU time of its work, and how many tokens it measured."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        super().__init__(sources)
+        self.measuring = self.building = 0.0
+        self.measured = 0
+
+    def measure(self, source: int, rows: NDArray[np.int64], epochs: NDArray[np.int64]) -> Measured:
+        started = time.process_time()
+        found = super().measure(source, rows, epochs)
+        self.measuring += time.process_time() - started
+        self.measured += sum(found.positions)
+        return found
+
+    def materialise(self, plans: Sequence[Plan]) -> Batch:
+        started = time.process_time()
+        batch = super().materialise(plans)
+        self.building += time.process_time() - started
+        return batch
+
+
+def explain(stream: Stream) -> StreamPlan:
+    """Sample the sources and time the stages, in this process. The stream is of no other use afterwards."""
+    weights = [float(spec.weight) for spec in stream.recipe.sources]
+    sources: list[SourcePlan] = []
+    reading = sampled = 0.0
+    for number, source in enumerate(stream.sources):
+        rows = source.catalogue.rows
+        some = np.unique(np.linspace(0, rows - 1, min(rows, _SAMPLED_ROWS)).astype(np.int64))
+        started = time.process_time()
+        source.reader.read(some)
+        reading += time.process_time() - started
+        total = sum(stream.worker.measure(number, some, some * 0).positions)
+        sampled += total
+        share, tokens = weights[number] / sum(weights), round(total / len(some) * rows)
+        epochs = share * 1e9 / max(1, tokens)
+        sources.append(SourcePlan(source.name, share, rows, tokens, total / len(some), epochs))
+    return StreamPlan(sources, _stages(stream, reading / max(1.0, sampled) * 1e6))
+
+
+def _stages(stream: Stream, read: float) -> dict[str, float]:
+    """CPU seconds per million tokens of every stage; `read` has been found before, and is part of measuring."""
+    worker = stream.worker = _TimedWorker(stream.sources)
+    stream.runner = stream.builder = InlineRunner()
+    hashing, started = 0.0, time.process_time()
+    loader = Loader(stream)
+    while loader.stats().positions < _TOKENS:
+        try:
+            records = loader.step_records()
+        except StopIteration:
+            break
+        before = time.process_time()
+        for mine in records.values():
+            lane_digest(mine)
+        hashing += time.process_time() - before
+    deciding = time.process_time() - started - worker.measuring - worker.building - hashing
+    million = max(1, loader.stats().positions) / 1e6
+    measure = worker.measuring / max(1, worker.measured) * 1e6  # rows are measured ahead, more than were delivered
+    return {
+        "read": read,
+        "measure": max(0.0, measure - read),
+        "mix and pack": deciding / million,
+        "materialise": worker.building / million,
+        "digest": hashing / million,
+    }
+
+
+def show(stream: Stream, plan: StreamPlan, console: Console) -> None:
+    """Draw the plan, from the sources down to the ranks."""
+    recipe, batch, run = stream.recipe, stream.batch, stream.recipe.run
+    table = Table("source", "share", "rows", "tokens (est.)", "mean", "epochs per Gtoken", expand=True)
+    for one in plan.sources:
+        bar = "█" * round(one.share * 20)
+        cells = (
+            f"{one.rows:,}",
+            f"{one.tokens / 1e6:,.1f} M",
+            f"{one.mean_tokens:,.0f}",
+            f"{one.epochs_per_billion:.2f}",
+        )
+        table.add_row(escape(one.name), f"{one.share:6.1%} {bar}", *cells)
+    ahead = {"inline": "when asked for", "threads": f"ahead, in {run.workers} threads"}
+    work = ahead.get(run.runner, f"ahead, in {run.workers} processes")
+    seconds = plan.stages
+    packing = f"{recipe.packing.algorithm} into {batch.seq_len:,} positions"
+    lanes = "one finite decision stream" if recipe.finite else f"{recipe.lanes} lanes"
+    stages = [
+        (f"source order   window {recipe.window} rows, seed {recipe.seed}", None),
+        (f"read and parse   tasks of {TASK_BYTES >> 10} KiB, {work}", seconds["read"]),
+        ("measure   tokenise, one native call a task", seconds["measure"]),
+        (f"mix and pack   {lanes}; {recipe.mix.unit}, whole {recipe.mix.piece}s; {packing}", seconds["mix and pack"]),
+        (f"materialise   {'with the loader' if stream.builder.tasks == 0 else work}", seconds["materialise"]),
+        ("digest   only for ledgers", seconds["digest"]),
+    ]
+    total = sum(seconds.values())
+    flow = Table.grid(padding=(0, 2))
+    for text, cost in stages:
+        mark = "" if cost is None else f"{cost:.4f}  {'▇' * round(20 * cost / total)}"
+        flow.add_row("▼", escape(text), mark)
+    where = "in a process of its own" if run.isolate else "in the training process"
+    worlds = f"{batch.global_batch_size} sequences a step for any number of ranks that divides {stream.parts}"
+    body = Group(table, "", flow, "", f"loader   {where}; {worlds}")
+    console.print(Panel(body, title=escape(str(recipe.path)), subtitle="CPU seconds per million tokens, measured here"))

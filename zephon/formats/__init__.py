@@ -1,0 +1,1 @@
+"""How the rows of files are found and read; one reader a format."""

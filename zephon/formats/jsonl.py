@@ -1,0 +1,263 @@
+"""Reading rows of JSONL files by number: one seek and one read for rows that lie together.
+
+A row ends at LF; a CR before it, a byte-order mark at byte 0 and blank lines are harmless. A row is one JSON object. It
+means what Python's `json` says (duplicate keys: the last; NaN and Infinity allowed); orjson, twice as fast, reads what
+it can and agrees where it does. Bytes that are not UTF-8 are an error, never replaced.
+
+Rows of compressed files are read from the members they lie in, of which the last used are kept, or from the file's
+decompressed copy. Several threads may read at once: a file is closed when the last of them lets go of it.
+"""
+
+import functools
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from zephon.errors import DataError
+from zephon.formats.compressed import Codec, Descriptor, decompress
+from zephon.formats.index import LineIndex
+from zephon.formats.lines import BLANK, Offsets
+from zephon.types import Row
+
+_NEAR = 16 * 1024
+"""Rows closer than this are read in one go: a second call costs what reading 16 KiB from the page cache costs."""
+
+OPEN_FILES = 512
+"""Files that the readers of a stream keep open, together."""
+
+KEPT_BYTES = 32 * 1024 * 1024
+"""Decompressed members that a reader keeps."""
+
+
+class JsonlReader:
+    """Rows of the shards of one source, by their number in the source. Several threads may read.
+
+    Args:
+        indexes: one index a shard, in catalogue order.
+        kept: keeps members of compressed shards; readers may share one.
+        open_files: files that it keeps open.
+    """
+
+    def __init__(
+        self, indexes: Sequence[LineIndex], kept: "MemberCache | None" = None, open_files: int = OPEN_FILES
+    ) -> None:
+        self._open_files = open_files
+        self._indexes = list(indexes)
+        rows = np.asarray([index.shard.rows for index in indexes], dtype=np.int64)
+        self._first = np.cumsum(rows) - rows
+        kept = kept or MemberCache(KEPT_BYTES)
+        self._members = [
+            Members(index.shard.path, index.codec, index.members, kept)
+            if index.codec and index.members is not None
+            else None
+            for index in indexes
+        ]
+        self._lock, self._files = threading.Lock(), OrderedDict[int, Descriptor]()
+
+    def read(self, rows: NDArray[np.int64]) -> list[Row]:
+        """The parsed rows, in the order asked for.
+
+        Raises:
+            DataError: a row is no JSON object; names file, line and byte.
+        """
+        return [self._parse(raw, number) for raw, number in zip(self._raw(rows), rows.tolist(), strict=True)]
+
+    def place(self, row: int) -> str:
+        """Where a row is: file, line and byte; of the decompressed text, where the file is compressed.
+
+        Counts lines, so only for messages.
+        """
+        return self._place(row, 0)
+
+    def _place(self, row: int, offset: int) -> str:
+        """Where byte `offset` of a row is."""
+        shard, start, _ = self._span(row)
+        index, line, at = self._indexes[shard], 1, 0
+        while at < start:
+            block = self._pread(self._file(shard), min(start - at, 1 << 20), at, shard)
+            line, at = line + block.count(b"\n"), at + len(block)
+        return f"{index.shard.path}, line {line}, {'decompressed byte' if index.codec else 'byte'} {start + offset}"
+
+    def _span(self, row: int) -> tuple[int, int, int]:
+        shard = int(np.searchsorted(self._first, row, side="right")) - 1
+        starts, local = self._indexes[shard].starts, row - int(self._first[shard])
+        return shard, int(starts[local]), int(starts[local + 1])
+
+    def _raw(self, rows: NDArray[np.int64]) -> list[bytes]:
+        """Bytes of each row, read in few calls: rows are visited by place and joined while the gaps are small."""
+        shards = np.searchsorted(self._first, rows, side="right") - 1
+        out: list[bytes] = [b""] * len(rows)
+        for shard in map(int, np.unique(shards)):
+            where = np.flatnonzero(shards == shard)
+            local = rows[where] - self._first[shard]
+            order = np.argsort(local, kind="stable")
+            where, local = where[order], local[order]
+            lo, hi = self._indexes[shard].spans(local)
+            breaks = np.flatnonzero(lo[1:] - hi[:-1] > _NEAR) + 1
+            file = self._file(shard)
+            if not self._indexes[shard].copy:
+                self._indexes[shard].check(file.fd)
+            for a, b in zip([0, *breaks.tolist()], [*breaks.tolist(), len(lo)], strict=True):
+                base = int(lo[a])
+                data = self._pread(file, int(hi[b - 1]) - base, base, shard)
+                for w, x, y in zip(
+                    where[a:b].tolist(), (lo[a:b] - base).tolist(), (hi[a:b] - base).tolist(), strict=True
+                ):
+                    out[w] = data[x:y]
+        return out
+
+    def _file(self, shard: int) -> Descriptor:
+        """A shard that is open; those used longest ago are closed, when nobody reads them any more."""
+        index = self._indexes[shard]
+        if copy := index.copy:
+            return copy
+        assert not index.codec or self._members[shard], "the reader is closed"
+        with self._lock:
+            if shard in self._files:
+                self._files.move_to_end(shard)
+                return self._files[shard]
+            if len(self._files) >= self._open_files:
+                self._files.popitem(last=False)
+            file = self._files[shard] = Descriptor(index.shard.path)
+            return file
+
+    def _pread(self, file: Descriptor, size: int, at: int, shard: int) -> bytes:
+        """`size` bytes of a shard's text from byte `at` on."""
+        if members := self._members[shard]:
+            return members.read(file.fd, size, at)
+        data = os.pread(file.fd, size, at)
+        while len(data) < size:
+            more = os.pread(file.fd, size - len(data), at + len(data))
+            if not more:
+                path = self._indexes[shard].shard.path
+                raise DataError(
+                    f"{path}: the file ends at byte {at + len(data)}, before the rows that its index promises. "
+                    "It was cut while the run read it. Put the old file back, or start a new run on the new one."
+                )
+            data += more
+        return data
+
+    def _parse(self, raw: bytes, number: int) -> Row:
+        try:
+            row = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            row = self._parse_slowly(raw, number)
+        if not isinstance(row, dict):
+            raise DataError(f"{self.place(number)}: a row must be a JSON object, this one is {_kind(row)}.")
+        return cast(Row, row)
+
+    def _parse_slowly(self, raw: bytes, number: int) -> object:
+        """Parse what orjson refuses (lone surrogates, NaN, huge integers), or say exactly what is wrong and where."""
+        try:
+            text = raw.rstrip(BLANK).decode("utf-8")
+        except UnicodeDecodeError as error:
+            what, byte = f"byte 0x{raw[error.start]:02x} is not valid UTF-8", error.start
+        else:
+            try:
+                return json.loads(text)
+            except json.JSONDecodeError as error:
+                what, byte = f"{error.msg}", len(text[: error.pos].encode())
+            except RecursionError:
+                what, byte = "the JSON is nested too deeply", 0
+            except ValueError as error:  # a number of thousands of digits
+                what, byte = str(error), 0
+        raise DataError(f"{self._place(number, byte)}: the row is not valid JSON: {what}. Mend or remove the line.")
+
+    def close(self) -> None:
+        """Close the files, and let go of copies."""
+        with self._lock:
+            self._files.clear()
+        for index in self._indexes:
+            index.copy = None
+
+
+class MemberCache:
+    """The members that were used last, up to `limit` bytes; threads and files may share one.
+
+    Attributes:
+        bytes: what is kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self.bytes = limit, 0
+        self._lock, self._kept = threading.Lock(), OrderedDict[tuple[object, int], bytes]()
+
+    def get(self, key: tuple[object, int], make: Callable[[], bytes]) -> bytes:
+        """The member, made where it is not kept. Two threads may make the same one; neither waits for the other."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        made = make()
+        with self._lock:
+            if key not in self._kept and len(made) <= self._limit:
+                while self.bytes + len(made) > self._limit:
+                    self.bytes -= len(self._kept.popitem(last=False)[1])
+                self._kept[key] = made
+                self.bytes += len(made)
+        return made
+
+
+class Members:
+    """The text of a compressed file whose members are small. Several threads may read.
+
+    Args:
+        path: the file, for messages.
+        codec: how it is compressed.
+        members: where members begin, as in `LineIndex`.
+        kept: keeps them.
+    """
+
+    def __init__(self, path: str, codec: Codec, members: Offsets, kept: MemberCache) -> None:
+        self._path, self._codec, self._kept = path, codec, kept
+        self._compressed, self._plain = map(np.asarray, members)
+
+    def read(self, fd: int, size: int, at: int) -> bytes:
+        """`size` bytes from byte `at` of the text on; `fd` is the compressed file."""
+        member, end = int(np.searchsorted(self._plain, np.uint64(at), side="right")) - 1, at + size
+        parts: list[bytes] = []
+        while at < end:
+            base, stop = int(self._plain[member]), int(self._plain[member + 1])
+            whole = self._kept.get((self, member), functools.partial(self._decompress, fd, member, stop - base))
+            parts.append(whole[at - base : end - base])
+            at, member = stop, member + 1
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _decompress(self, fd: int, member: int, size: int) -> bytes:
+        """One member, read to its end: only there its checksum is compared."""
+        at = first = int(self._compressed[member])
+        end = int(self._compressed[member + 1])
+
+        def read(most: int) -> bytes:
+            nonlocal at
+            data = os.pread(fd, min(most, end - at), at)
+            at += len(data)
+            return data
+
+        pieces, got = list[bytes](), 0
+        for piece in decompress(read, self._codec, self._path, first):
+            pieces.append(piece.data)
+            got += len(piece.data)
+            if got > size:
+                break
+        if got != size:
+            raise DataError(
+                f"{self._path}: the {self._codec.name} data in compressed bytes {first} to {end} is not the {size} "
+                "bytes of text that the index promises: the file was changed while the run read it. Put the old file "
+                "back, or start a new run on the new one."
+            )
+        return b"".join(pieces)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, bool):
+        return "a truth value"
+    kinds = {list: "an array", str: "a string", int: "a number", float: "a number"}
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), "null")

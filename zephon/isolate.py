@@ -1,0 +1,75 @@
+"""A loader in a process of its own: a training loop that holds the interpreter does not starve it, nor it the loop.
+
+`IsolatedLoader` looks like a `Loader`. Batches come through shared memory without a copy; the state after a step rides
+along with its last micro-batch, so that it belongs to what the trainer has received.
+"""
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from zephon import wire
+from zephon.child import Child
+from zephon.errors import DataError
+from zephon.loader import Loader, Stats
+from zephon.types import Batch
+
+if TYPE_CHECKING:
+    from zephon.stream import Stream
+
+
+class IsolatedLoader(Loader):
+    """A `Loader` whose work is done in a child process. Same arguments, same batches, same state."""
+
+    def __init__(self, stream: "Stream", **options: Any) -> None:
+        super().__init__(stream, **options)
+        self._stats = super().stats()
+        self._saved = super().state_dict()
+        self._turn = 0
+        self._ended = False
+        self._child = Child("loader", (stream.recipe, options))  # at once: it starts while a checkpoint loads
+        self._end = weakref.finalize(self, self._child.close)  # a loader that is dropped leaves no process
+
+    def __next__(self) -> Batch:
+        if self._ended:
+            raise StopIteration
+        batch, state, stats = self._receive()
+        if batch is None:
+            self._ended = True
+            raise state or StopIteration
+        self._handed += 1
+        if state is not None:
+            self._handed, self._step, self._saved, self._stats = 0, self._step + 1, state, stats
+        return batch
+
+    def _receive(self) -> tuple[Batch | None, Any, Any]:
+        """The next message of this turn; batches from before the last restore are passed over."""
+        try:
+            while True:
+                turn, batch, state, stats = wire.receive(self._child.link)
+                if turn == self._turn:
+                    if batch is not None:
+                        wire.send(self._child.link, ("taken", turn))
+                    return batch, state, stats
+        except (EOFError, OSError) as error:
+            code = self._child.process.wait()
+            raise DataError(
+                f"The process of the isolated loader died (exit code {code}; -9 is SIGKILL, often for want of memory). "
+                "What it had not handed over is not lost: resume from the last checkpoint."
+            ) from error
+
+    def state_dict(self) -> dict[str, bytes]:
+        self._check_between_steps()
+        return dict(self._saved)
+
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        super().load_state_dict(state)  # refuses what does not belong here, in this process
+        mine = super().state_dict()
+        self._saved, self._stats, self._turn, self._ended = mine, super().stats(), self._turn + 1, False
+        wire.send(self._child.link, ("load", self._turn, mine))
+
+    def stats(self) -> Stats:
+        return self._stats
+
+    def close(self) -> None:
+        self._end()

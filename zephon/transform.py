@@ -1,0 +1,118 @@
+"""Filters and maps: the user's own stateless functions on rows, named in a recipe as `module:function`.
+
+`filter` says whether a row stays; `map` gives a row in its place, None to drop it, or a list of rows. Both run in
+workers. A function may take a second argument, a `Draw`: randomness keyed by the row, the same in every run.
+"""
+
+import hashlib
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from zephon.errors import DataError, RecipeError
+from zephon.keyed import Draw
+from zephon.types import Measured, Row
+
+FILTERED = "filtered"
+"""Counter of the rows that a filter or a map dropped."""
+
+
+class Transform:
+    """One user function.
+
+    Args:
+        kind: `filter` or `map`.
+        name: `module:function`; the module is looked for on the path, then beside the recipe.
+        folder: the recipe's folder.
+
+    Raises:
+        RecipeError: there is no such function.
+    """
+
+    def __init__(self, kind: str, name: str, folder: Path) -> None:
+        self.kind, self.name = kind, name
+        module_name, _, function_name = name.partition(":")
+        if not module_name or not function_name.isidentifier():
+            raise RecipeError(f"{kind} must be 'module:function', it is {name!r}.")
+        beside = str(folder.resolve())
+        if beside not in sys.path:
+            sys.path.append(beside)
+        try:
+            module = importlib.import_module(module_name)
+            self._function: Callable[..., Any] = getattr(module, function_name)
+            arguments = len(inspect.signature(self._function).parameters)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise RecipeError(
+                f"{kind} = {name!r} cannot be used: {error}. The module must be importable, or lie beside the recipe "
+                f"as {module_name}.py, and hold a function {function_name}(row) or {function_name}(row, draw)."
+            ) from error
+        self._draws = arguments > 1
+        file = getattr(module, "__file__", None)
+        self._sha256 = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The name, and a hash of the file that holds the function."""
+        return {"name": self.name, "sha256": self._sha256}
+
+    def __call__(self, row: Row, draw: Draw) -> list[Row]:
+        """The rows that take the place of `row`."""
+        answer = self._function(row, draw) if self._draws else self._function(row)
+        if self.kind == "filter":
+            return [row] if answer else []
+        if answer is None:
+            return []
+        return list(answer) if isinstance(answer, list) else [answer]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def transform(
+    transforms: Sequence[Transform], rows: Sequence[Row], draws: Callable[[int, str], Draw], place: Callable[[int], str]
+) -> tuple[list[Row], list[int]]:
+    """Apply functions to rows, one after the other.
+
+    Returns:
+        The rows that are left, and for each the number of the row that it came from.
+
+    Raises:
+        DataError: a function raised; names it and the row.
+    """
+    out: list[Row] = []
+    origin: list[int] = []
+    for i, row in enumerate(rows):
+        current = [row]
+        for one in transforms:
+            try:
+                current = [new for old in current for new in one(old, draws(i, one.name))]
+            except Exception as error:
+                raise DataError(
+                    f"{place(i)}: {one.kind} {one.name!r} raised an error. Mend it, or have it drop such rows.\n"
+                    + "".join(traceback.format_exception(error))
+                ) from error
+        out += current
+        origin += [i] * len(current)
+    return out, origin
+
+
+def spread(measured: Measured, origin: Sequence[int], rows: int) -> Measured:
+    """What was measured on transformed rows, in terms of the rows before; a dropped row gives one empty sample."""
+    of_row, positions, payloads = list[int](), list[int](), list[Any]()
+    counts: dict[int, tuple[str, ...]] = {}
+    sample = 0
+    for row in range(rows):
+        before = sample
+        while sample < len(measured.rows) and origin[measured.rows[sample]] == row:
+            if sample in measured.counts:
+                counts[len(of_row)] = measured.counts[sample]
+            of_row.append(row)
+            positions.append(measured.positions[sample])
+            payloads.append(measured.payloads[sample])
+            sample += 1
+        if sample == before:
+            counts[len(of_row)] = (FILTERED,)
+            of_row.append(row)
+            positions.append(0)
+            payloads.append(None)
+    return Measured(of_row, positions, payloads, counts)
