@@ -50,9 +50,7 @@ def main() -> None:
             state = {key: raw for loader in loaders for key, raw in loader.state_dict().items()}
         lanes = {key: LaneState.decode(raw) for key, raw in state.items() if key != "header"}
         drawn = sum(drawn_positions(stream, int(key[-5:]), lane) for key, lane in lanes.items())
-        tail = sum(
-            one.end - one.start for lane in lanes.values() for one in lane.waiting
-        )
+        tail = sum(one.end - one.start for lane in lanes.values() for one in lane.waiting)
         result: dict[str, Any] = {
             "positions_drawn": drawn, "positions_delivered": delivered, "open_tail": tail,
             "difference": drawn - delivered - tail, "padding": padding, "resizes": resizes,

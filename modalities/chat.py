@@ -65,6 +65,7 @@ class Chat:
         context: sequence length, tokenizer, and what the modalities of a stream share.
     """
 
+    family = "tokens"
     cheap_materialise = True
     counters = (_NONE, _SURROGATES, _SPELLS, _CUT, _LONG)
 

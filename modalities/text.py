@@ -26,6 +26,7 @@ class Text:
         context: sequence length, tokenizer, and what the modalities of a stream share.
     """
 
+    family = "tokens"
     cheap_materialise = True
     counters = ("empty", "surrogates", "special tokens in text")
 

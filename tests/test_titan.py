@@ -169,6 +169,19 @@ def test_ranks_that_do_not_divide_the_lanes_are_refused(jobs: Path) -> None:
     assert not (odd.parent / "run" / "checkpoint").exists()
 
 
+def test_validation_over_all_documents_gives_the_same_loss_on_any_ranks(jobs: Path) -> None:
+    seen: list[list[float]] = []
+    for ranks in (1, 2, 4):
+        folder = copy_step(jobs / "two", jobs / f"all-on-{ranks}", SAVE)
+        done = torchrun(ranks, str(HERE / "titan_job.py"), "validate_all", str(folder))
+        assert done.returncode == 0, done.stderr[-5000:]
+        values = [json.loads(line) for line in (folder / "loss.jsonl").read_text().splitlines()]
+        seen.append([line["validation_loss"] for line in values if "validation_loss" in line])
+    assert len(seen[0]) == 2
+    for other in seen[1:]:
+        assert other == pytest.approx(seen[0], rel=1e-6)
+
+
 def test_every_start_up_refusal(jobs: Path) -> None:
     """All in one process: what is wrong is said before the model is built or anything is loaded."""
     done = torchrun(1, str(HERE / "titan_job.py"), "refusals", str(jobs))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.optimizer import default_adamw
 from torchtitan.components.validate import Validator
 from torchtitan.config import TrainingConfig
 from torchtitan.trainer import Trainer as TitanTrainer
@@ -167,5 +168,19 @@ def validate(folder: Path) -> None:
     run(made)
 
 
+def validate_all(folder: Path) -> None:
+    """Validation over the whole of a finite recipe, with weights that stay as they are: only the data is compared."""
+    recipe = folder.parent / "recipe.toml"
+    text = (
+        recipe.read_text().replace("lanes = 4\n", "").replace("[shuffle]", '[mix]\non_end = "renormalise"\n[shuffle]')
+    )
+    (folder.parent / "all.toml").write_text(text)
+    made = config(folder, recipe)
+    loader = DataLoader.Config(recipe=str(folder.parent / "all.toml"))
+    made.validator = Validator.Config(enable=True, freq=2, steps=-1, dataloader=loader)
+    made.optimizer = default_adamw(lr=0.0)
+    run(made)
+
+
 if __name__ == "__main__":
-    {"refusals": refusals, "validate": validate}[sys.argv[1]](Path(sys.argv[2]))
+    {"refusals": refusals, "validate": validate, "validate_all": validate_all}[sys.argv[1]](Path(sys.argv[2]))

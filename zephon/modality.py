@@ -61,6 +61,9 @@ class Modality(Protocol):
         context: what it is told about the stream.
     """
 
+    family: str
+    """Modalities of one family share payloads and records, so that their sources can share sequences."""
+
     cheap_materialise: bool
     """Whether building a micro-batch costs less than sending it to another process: then it is never given away."""
 

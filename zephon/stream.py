@@ -59,8 +59,10 @@ class Stream:
         self.runner = make_runner(recipe)  # first: processes start while we load the tokenizer ourselves
         context = Context(recipe.batch.seq_len, recipe.tokenizer)
         modalities = [_modality(recipe, spec, context) for spec in recipe.sources]
-        if len({spec.modality for spec in recipe.sources}) > 1:
-            raise RecipeError("All sources of a recipe must be of one modality.")
+        if len(families := {modality.family for modality in modalities}) > 1:
+            raise RecipeError(
+                f"Sources of the families {sorted(families)} cannot share sequences; use one recipe for each."
+            )
         indexes, kept = _index(recipe, progress), MemberCache(KEPT_BYTES)
         self.sources = tuple(
             Source(
