@@ -74,7 +74,7 @@ class Chat:
         self._messages, self._tools = given.field("messages", "messages"), given.field("tools", "tools")
         self._loss = given.choice("loss", ("all", "last"))
         self._too_long = given.choice("too_long", ("keep", "cut", "drop"))
-        self._seq_len = context.seq_len
+        self._seq_len, self._extras = context.seq_len, context.extras
         spec = context.tokenizer
         if spec is None:
             raise RecipeError("There is no [tokenizer]; a chat source needs one.")
@@ -128,7 +128,7 @@ class Chat:
         )
 
     def materialise(self, plans: Sequence[Plan]) -> Batch:
-        return build(plans, self._seq_len)
+        return build(plans, self._seq_len, self._extras)
 
     def records(self, batch: Batch) -> list[Record]:
         return split(batch)

@@ -4,7 +4,7 @@ A sample of `m` tokens has `m - 1` positions: the input is the tokens without th
 without the first. So no label crosses a sample, and a cut inside one keeps its true next token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -20,16 +20,21 @@ Payload: TypeAlias = Ids | tuple[Ids, NDArray[np.bool_]]
 """Token ids of one sample, and which of them are trained (where that is not all): arrays of `m`, ready to be sent."""
 
 
-def build(plans: Sequence[Plan], seq_len: int) -> Batch:
-    """Build `input`, `labels` and `positions`, each int32 [len(plans), seq_len].
+def build(plans: Sequence[Plan], seq_len: int, extras: Sequence[str] = ()) -> Batch:
+    """Build `input`, `labels` and `positions`, each int32 [len(plans), seq_len], and what `extras` names.
 
     Positions count from 0 at each sample and again at each sequence start. What a plan leaves free is input 0, label
     -100. A label is -100 as well where its token is not trained.
+
+    `document_ids`, int32 [len(plans), seq_len]: number of the segment in its sequence, -1 where it is free.
+    `cu_seqlens`, int32 [len(plans), seq_len + 1]: where segments begin, then `seq_len` to the end, so that the shape
+    never changes; attention over variable lengths takes the repeats for segments of length 0.
     """
     shape = (len(plans), seq_len)
     inputs, labels = np.zeros(shape, np.int32), np.full(shape, IGNORED, np.int32)
     positions = np.zeros(shape, np.int32)
     count = np.arange(seq_len, dtype=np.int32)
+    more = {name: _EXTRAS[name](plans, seq_len) for name in extras}
     for i, plan in enumerate(plans):
         at = 0
         for sample, start, end in plan:
@@ -43,10 +48,29 @@ def build(plans: Sequence[Plan], seq_len: int) -> Batch:
             labels[i, at : at + size] = following
             positions[i, at : at + size] = count[:size]
             at += size
-    return {"input": inputs, "labels": labels, "positions": positions}
+    return {"input": inputs, "labels": labels, "positions": positions, **more}
+
+
+def _document_ids(plans: Sequence[Plan], seq_len: int) -> Ids:
+    out = np.full((len(plans), seq_len), -1, np.int32)
+    for row, plan in zip(out, plans, strict=True):
+        lengths = [end - start for _, start, end in plan]
+        row[: sum(lengths)] = np.repeat(np.arange(len(plan), dtype=np.int32), lengths)
+    return out
+
+
+def _cu_seqlens(plans: Sequence[Plan], seq_len: int) -> Ids:
+    out = np.full((len(plans), seq_len + 1), seq_len, np.int32)
+    for row, plan in zip(out, plans, strict=True):
+        row[0] = 0
+        row[1 : len(plan) + 1] = np.cumsum([end - start for _, start, end in plan])
+    return out
+
+
+_EXTRAS: dict[str, Callable[[Sequence[Plan], int], Ids]] = {"document_ids": _document_ids, "cu_seqlens": _cu_seqlens}
 
 
 def split(batch: Batch) -> list[Record]:
     """The records of a micro-batch, int32 again where a trainer widened them."""
-    narrow = {name: np.ascontiguousarray(batch[name], dtype="<i4") for name in ("input", "labels", "positions")}
+    narrow = {name: np.ascontiguousarray(array, dtype="<i4") for name, array in batch.items()}
     return [{name: array[i] for name, array in narrow.items()} for i in range(len(narrow["input"]))]

@@ -32,7 +32,7 @@ class Text:
 
     def __init__(self, options: Mapping[str, Any], context: Context) -> None:
         self._field = Options("text", options, ("text",)).field("text", "text")
-        self._seq_len = context.seq_len
+        self._seq_len, self._extras = context.seq_len, context.extras
         spec = context.tokenizer
         if spec is None:
             raise RecipeError("There is no [tokenizer]; a text source needs one.")
@@ -64,7 +64,7 @@ class Text:
         return Measured(range(len(texts)), positions, payloads, {i: tuple(names) for i, names in counts.items()})
 
     def materialise(self, plans: Sequence[Plan]) -> Batch:
-        return build(plans, self._seq_len)
+        return build(plans, self._seq_len, self._extras)
 
     def records(self, batch: Batch) -> list[Record]:
         return split(batch)

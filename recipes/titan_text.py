@@ -25,7 +25,7 @@ cpu.install()
 
 
 class LossLog(MetricsProcessor):
-    """TorchTitan's metrics, and the unrounded loss of every logged step as JSON lines in DUMP_FOLDER/loss.jsonl."""
+    """TorchTitan's metrics; also loss (unrounded) and data metrics as JSON lines in DUMP_FOLDER/loss.jsonl."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
@@ -37,7 +37,8 @@ class LossLog(MetricsProcessor):
 
     def log(self, step: int, global_avg_loss: float, *args: Any, **kwargs: Any) -> None:
         super().log(step, global_avg_loss, *args, **kwargs)
-        self._write({"step": step, "loss": global_avg_loss})
+        extra = {name: value for name, value in (kwargs.get("extra_metrics") or {}).items() if name.startswith("data/")}
+        self._write({"step": step, "loss": global_avg_loss, **extra})
 
     def log_validation(self, loss: float, step: int, *args: Any, **kwargs: Any) -> None:
         super().log_validation(loss, step, *args, **kwargs)

@@ -280,6 +280,25 @@ def test_a_loader_that_failed_says_so_ever_after(stream: Stream, monkeypatch: py
     )
 
 
+def test_document_ids_and_cumulative_lengths_on_request(tmp_path: Path) -> None:
+    path = write_recipe(
+        tmp_path, tail='[packing]\nalgorithm = "best_fit"\n[records]\ndocument_ids = true\ncu_seqlens = true'
+    )
+    with Stream.open(path) as stream:
+        loader = stream.loader()
+        for _ in range(5):
+            batch = next(loader)
+            for ids, positions, bounds, labels in zip(
+                batch["document_ids"], batch["positions"], batch["cu_seqlens"], batch["labels"], strict=True
+            ):
+                starts = [*np.flatnonzero((positions == 0) & (labels >= 0)).tolist(), int((labels >= 0).sum())]
+                assert bounds.tolist() == starts + [32] * (33 - len(starts))
+                assert ids.tolist() == [
+                    *np.repeat(np.arange(len(starts) - 1), np.diff(starts)).tolist(), *[-1] * (32 - starts[-1])
+                ]  # fmt: skip
+        assert stream.header(0)["records"] == ["document_ids", "cu_seqlens"]
+
+
 def test_public_names() -> None:
     assert zephon.__all__ == sorted(zephon.__all__)
     assert all(hasattr(zephon, name) for name in zephon.__all__)

@@ -92,6 +92,10 @@ def test_train_step_receives_what_the_loader_gives(jobs: Path) -> None:
         "rank_00001_of_00002.jsonl",
     ]
     assert read_ledger(jobs / "two" / "ledger") == plain_ledger(jobs)
+    logged = json.loads((jobs / "two" / "loss.jsonl").read_text().splitlines()[-1])
+    assert logged["data/share/a"] + logged["data/share/b"] == pytest.approx(1)
+    assert logged["data/padding"] == 0
+    assert logged["data/rows_ahead"] > 0
 
 
 @pytest.mark.parametrize(("ranks", "local"), [(1, 4), (4, 2)])

@@ -111,7 +111,15 @@ def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> 
                 live = False
                 continue
             ends = loader.between_steps
-            wire.send(link, (turn, batch, loader.state_dict() if ends else None, loader.stats() if ends else None))
+            wire.send(
+                link,
+                (
+                    turn,
+                    batch,
+                    loader.state_dict() if ends else None,
+                    (loader.stats(), loader.rows_ahead) if ends else None,
+                ),
+            )
             waiting.append(sum(array.nbytes for array in batch.values()))
 
 

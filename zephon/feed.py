@@ -137,6 +137,11 @@ class Feeder:
         """Serve one more feed."""
         self._feeds[feed.source].append(feed)
 
+    @property
+    def rows_ahead(self) -> int:
+        """Rows measured or asked for, in all feeds."""
+        return sum(feed.ahead for feeds in self._feeds for feed in feeds)
+
     def fill(self, feed: Feed) -> None:
         """Return when `feed` has at least one sample, or has none any more."""
         while not feed.ready:

@@ -23,7 +23,7 @@ class IsolatedLoader(Loader):
 
     def __init__(self, stream: "Stream", **options: Any) -> None:
         super().__init__(stream, **options)
-        self._stats = super().stats()
+        self._stats, self._rows_ahead = super().stats(), 0
         self._saved = super().state_dict()
         self._turn = 0
         self._ended = False
@@ -39,7 +39,8 @@ class IsolatedLoader(Loader):
             raise state or StopIteration
         self._handed += 1
         if state is not None:
-            self._handed, self._step, self._saved, self._stats = 0, self._step + 1, state, stats
+            self._handed, self._step, self._saved = 0, self._step + 1, state
+            self._stats, self._rows_ahead = stats
         return batch
 
     def _receive(self) -> tuple[Batch | None, Any, Any]:
@@ -70,6 +71,10 @@ class IsolatedLoader(Loader):
 
     def stats(self) -> Stats:
         return self._stats
+
+    @property
+    def rows_ahead(self) -> int:
+        return self._rows_ahead
 
     def close(self) -> None:
         self._end()

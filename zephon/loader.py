@@ -130,6 +130,11 @@ class Loader:
         """Whether no micro-batch of an unfinished step has been handed over."""
         return not self._handed
 
+    @property
+    def rows_ahead(self) -> int:
+        """Rows that have been measured, or asked for, and not mixed yet."""
+        return self._feeder.rows_ahead
+
     def __iter__(self) -> "Loader":
         return self
 

@@ -40,10 +40,12 @@ class Context:
     Attributes:
         seq_len: positions of a sequence.
         tokenizer: the recipe's tokenizer, if it names one.
+        extras: arrays that records are to hold beside the usual ones.
     """
 
     seq_len: int
     tokenizer: TokenizerSpec | None
+    extras: tuple[str, ...] = ()
     _shared: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
 
     def share(self, key: Hashable, make: Callable[[], T]) -> T:

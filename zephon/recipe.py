@@ -99,6 +99,8 @@ class Recipe:
     run: RunSpec
     batch: BatchSpec | None = None
     tokenizer: TokenizerSpec | None = None
+    extras: tuple[str, ...] = ()
+    """`[records]`: arrays that records hold beside `input`, `labels` and `positions`."""
 
     @property
     def finite(self) -> bool:
@@ -239,9 +241,12 @@ def _recipe(values: dict[str, Any], path: Path) -> Recipe:
     window = shuffle.number("window", 0, 256)
     shuffle.done()
     packing = _packing(top.raw("packing", {}))
+    records = _Section(top.raw("records", {}), "[records]")
+    extras = tuple(name for name in ("document_ids", "cu_seqlens") if records.take(name, bool, False))
+    records.done()
     run = _run(top.raw("run", {}), path.parent)
     top.done()
-    return Recipe(path, seed, lanes, sources, mix, window, packing, run, batch, tokenizer)
+    return Recipe(path, seed, lanes, sources, mix, window, packing, run, batch, tokenizer, extras)
 
 
 def _batch(values: object, lanes: int) -> BatchSpec | None:

@@ -57,7 +57,7 @@ class Stream:
             raise RecipeError(f"{recipe.path} has no [batch], and nothing else says seq_len and global_batch_size.")
         self.recipe, self.batch = recipe, recipe.batch
         self.runner = make_runner(recipe)  # first: processes start while we load the tokenizer ourselves
-        context = Context(recipe.batch.seq_len, recipe.tokenizer)
+        context = Context(recipe.batch.seq_len, recipe.tokenizer, recipe.extras)
         modalities = [_modality(recipe, spec, context) for spec in recipe.sources]
         if len(families := {modality.family for modality in modalities}) > 1:
             raise RecipeError(
@@ -186,6 +186,7 @@ class Stream:
                 "weights": {spec.name: str(spec.weight.normalize()) for spec in recipe.sources},
             },
             "packing": _packing_header(recipe.packing),
+            **({"records": list(recipe.extras)} if recipe.extras else {}),
         }
 
     def close(self) -> None:

@@ -148,10 +148,31 @@ class Trainer(TitanTrainer):
         super().__init__(
             replace(config, dataloader=replace(config.dataloader, global_batch_size=training.global_batch_size))
         )
+        self._log_data_metrics()
         if config.ledger and _speaks_for_lanes(self.parallel_dims):
             rank, world = _data_rank(self.parallel_dims)
             file = Path(config.dump_folder, "ledger", f"rank_{rank:05d}_of_{world:05d}.jsonl")
             self._ledger = _Ledger(self.dataloader, file)
+
+    def data_metrics(self) -> dict[str, float]:
+        """What TorchTitan logs beside its own: this rank's realised shares, padding, drops, and rows measured ahead."""
+        loader = self.dataloader.loader
+        stats = loader.stats()
+        mixed = max(1, sum(stats.mixed.values()))
+        metrics = {f"data/share/{name}": count / mixed for name, count in stats.mixed.items()}
+        metrics |= {"data/padding": float(stats.padding), "data/rows_ahead": float(loader.rows_ahead)}
+        for name, counts in stats.dropped.items():
+            metrics |= {f"data/{what}/{name}": float(count) for what, count in counts.items() if count}
+        return metrics
+
+    def _log_data_metrics(self) -> None:
+        """Add `data_metrics` to whatever TorchTitan logs."""
+        log = self.metrics_processor.log
+
+        def with_data(*args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
+            log(*args, extra_metrics={**(extra_metrics or {}), **self.data_metrics()}, **kwargs)
+
+        self.metrics_processor.log = with_data
 
     def init_distributed(self) -> ParallelDims:
         """Start process groups, then check everything that depends on their number, before the model is built."""
