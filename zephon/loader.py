@@ -71,7 +71,7 @@ class Stats:
     """What a rank's lanes have delivered since the beginning of the run.
 
     Attributes:
-        records: records delivered.
+        records: records delivered; of all ranks together for a finite stream, which every rank decides whole.
         positions: positions delivered; the rest of the records is padding.
         padding: positions that hold no sample.
         mixed: positions that each source gave, those not yet delivered included.

@@ -77,7 +77,8 @@ class BestFit:
 
     A text longer than a sequence is first cut into full sequences and a remainder. A piece goes to the bin with the
     least room that holds it, the oldest among equals; where none does, it opens one. When there are too many bins or
-    segments, the fullest bin leaves, the oldest among equals. On real text at 2,048 positions 32 bins fill 99.6 %.
+    segments, the fullest bin leaves, the oldest among equals. On real text 32 bins fill 99.3 % at 2,048 positions and
+    99.8 % at 8,192 (`benchmarks.packing`).
     """
 
     def __init__(self, seq_len: int, bins: int) -> None:

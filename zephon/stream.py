@@ -191,7 +191,7 @@ class Stream:
 
     def close(self) -> None:
         """Stop loaders and workers, and release files."""
-        for loader in self._loaders:
+        for loader in list(self._loaders):
             loader.close()
         self.runner.close()
         self.worker.close()
