@@ -17,7 +17,7 @@ import tyro
 from benchmarks.report import about, write
 from zephon import Stream
 from zephon.loader import admissible_worlds
-from zephon.state import LaneState
+from zephon.state import HEADER, LaneState
 
 
 @dataclass
@@ -48,7 +48,7 @@ def main() -> None:
                             delivered += valid
                             padding += record["labels"].size - valid
             state = {key: raw for loader in loaders for key, raw in loader.state_dict().items()}
-        lanes = {key: LaneState.decode(raw) for key, raw in state.items() if key != "header"}
+        lanes = {key: LaneState.decode(key, raw, state[HEADER]) for key, raw in state.items() if key != HEADER}
         drawn = sum(drawn_positions(stream, int(key[-5:]), lane) for key, lane in lanes.items())
         tail = sum(one.end - one.start for lane in lanes.values() for one in lane.waiting)
         result: dict[str, Any] = {
