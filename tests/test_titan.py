@@ -110,6 +110,17 @@ def test_resumed_on_another_number_of_ranks_with_other_micro_batches(jobs: Path,
     assert max(abs(expected[step] - found[step]) for step in found) < 1e-5
 
 
+def test_isolated_loaders_with_worker_processes_train_the_same(jobs: Path) -> None:
+    text = (jobs / "recipe.toml").read_text().replace('paths = ["', f'paths = ["{jobs}/')
+    (jobs / "apart").mkdir()
+    (jobs / "apart" / "recipe.toml").write_text(text.replace("[run]", '[run]\nrunner = "process"\nisolate = true'))
+    folder = copy_step(jobs / "two", jobs / "apart" / "run", SAVE)
+    train(folder, 2)
+    result = compare_ledgers(read_ledger(jobs / "two" / "ledger"), read_ledger(folder / "ledger"))
+    assert (result.compared, result.step) == (3, None)
+    assert (folder / "checkpoint" / f"step-{STEPS}" / ".metadata").exists()
+
+
 def test_only_one_of_the_tensor_parallel_peers_writes(jobs: Path) -> None:
     folder = copy_step(jobs / "two", jobs / "tensor", SAVE)
     train(folder, 2, "--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "1")
