@@ -103,6 +103,15 @@ def test_closing_leaves_no_process_thread_or_file(recipe: Path, variant: str) ->
     assert len([*Path("/proc/self/fd").iterdir()]) <= files
 
 
+def test_a_stream_that_cannot_be_opened_leaves_no_process(recipe: Path) -> None:
+    before = set(process_tree(os.getpid()))
+    path = with_run(recipe, "process 2")
+    path.write_text(path.read_text().replace('name = "b"', 'name = "b"\ntext = "nothing"'))
+    with pytest.raises(DataError, match="there is no field 'nothing'"):
+        Stream.open(path)
+    assert not left_over(before)
+
+
 def test_a_worker_that_is_killed_is_replaced_and_its_work_done_again(
     recipe: Path, expected: tuple[list[str], list[dict[str, bytes]]], caplog: pytest.LogCaptureFixture
 ) -> None:

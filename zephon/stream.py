@@ -57,7 +57,16 @@ class Stream:
             raise RecipeError(f"{recipe.path} has no [batch], and nothing else says seq_len and global_batch_size.")
         self.recipe, self.batch = recipe, recipe.batch
         self.runner = make_runner(recipe)  # first: processes start while we load the tokenizer ourselves
-        context = Context(recipe.batch.seq_len, recipe.tokenizer, recipe.extras)
+        try:
+            self._open(recipe, recipe.batch, progress)
+        except BaseException:
+            self.runner.close()  # a stream that cannot be opened leaves no process
+            raise
+        self.startup_s = time.perf_counter() - started
+        """Seconds that opening took: tokenizer, index, first rows."""
+
+    def _open(self, recipe: Recipe, batch: BatchSpec, progress: Progress | None) -> None:
+        context = Context(batch.seq_len, recipe.tokenizer, recipe.extras)
         modalities = [_modality(recipe, spec, context) for spec in recipe.sources]
         if len(families := {modality.family for modality in modalities}) > 1:
             raise RecipeError(
@@ -83,20 +92,18 @@ class Stream:
         self.worker = Worker(self.sources)
         self.builder: Runner = InlineRunner() if modalities[0].cheap_materialise else self.runner
         weights = integer_weights([spec.weight for spec in recipe.sources])
-        piece = recipe.batch.seq_len if recipe.mix.piece == "sequence" else None
+        piece = batch.seq_len if recipe.mix.piece == "sequence" else None
         self.mix = Mix(
             weights,
             by_samples=recipe.mix.unit == "samples",
             piece=piece,
-            longest=None if recipe.packing.too_long == "split" else recipe.batch.seq_len,
+            longest=None if recipe.packing.too_long == "split" else batch.seq_len,
             drop_longer=recipe.packing.too_long == "drop",
             stop=recipe.mix.on_end == "stop",
         )
         self.lane_sources = tuple(self._lane_source(i, source) for i, source in enumerate(self.sources))
         self._loaders: WeakSet[Loader] = WeakSet()
         self._usable: dict[int, bool] = {}
-        self.startup_s = time.perf_counter() - started
-        """Seconds that opening took: tokenizer, index, first rows."""
 
     @staticmethod
     def open(
