@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from small import write_recipe
+from small import documents, write_jsonl, write_recipe
+from tokenizers import Tokenizer
 from worlds import tokenizer_folder
 
-from zephon import Stream
+from zephon import Recipe, Stream
 from zephon.command.rehearse import process_tree
 from zephon.digest import lane_digest
 from zephon.ledger import compare_ledgers, ledger_line, read_ledger
@@ -197,6 +198,41 @@ def test_validation_over_all_documents_gives_the_same_loss_on_any_ranks(jobs: Pa
         assert other == pytest.approx(seen[0], rel=1e-6)
 
 
+@pytest.mark.slow
+def test_validation_of_1003_documents_sees_each_once_on_any_ranks(jobs: Path) -> None:
+    """No multiple of anything: the last step is padded on some ranks, and empty but for padding on others."""
+    folder = jobs / "many"
+    texts = [text[:24] for text in documents(1003)]  # whole in a sequence
+    write_jsonl(folder / "all" / "one.jsonl", texts)
+    text = (jobs / "recipe.toml").read_text()
+    head, tokenizer = text[: text.index("[batch]")].replace("lanes = 4\n", ""), text[text.index("[tokenizer]") :]
+    tokenizer = tokenizer[: tokenizer.index("[[sources]]")]
+    rest = '[[sources]]\nname = "all"\npaths = ["all/*.jsonl"]\n[mix]\non_end = "renormalise"\n'
+    rest += '[packing]\nalgorithm = "best_fit"\n[records]\ndocument_ids = true\n'
+    (folder / "all.toml").write_text(head + tokenizer + rest)
+    with Stream(Recipe.load(folder / "all.toml").with_batch(32, 8, "the test")) as stream:
+        tokens = Tokenizer.from_file(str(tokenizer_folder("both") / "tokenizer.json"))
+        for world in (1, 2, 4, 8):
+            seen: list[str] = []
+            for rank in range(world):
+                for batch in stream.loader(rank, world, pad_last=True):
+                    for ids, numbers in zip(batch["input"], batch["document_ids"], strict=True):
+                        seen += [tokens.decode(ids[numbers == one].tolist()) for one in range(numbers.max() + 1)]
+            assert sorted(seen) == sorted(texts)
+    plain = (folder / "all.toml").read_text().replace("[records]\ndocument_ids = true\n", "")  # no model takes them
+    (folder / "all.toml").write_text(plain)
+    (folder / "eight.toml").write_text(text.replace("lanes = 4", "lanes = 8").replace('paths = ["', 'paths = ["../'))
+    means: list[float] = []
+    for world in (1, 2, 4, 8):
+        run = copy_step(jobs / "seed", folder / f"on-{world}", 0)
+        done = torchrun(world, str(HERE / "titan_job.py"), "validate_many", str(run))
+        assert done.returncode == 0, done.stderr[-5000:]
+        values = [json.loads(line) for line in (run / "loss.jsonl").read_text().splitlines()]
+        means += [line["validation_loss"] for line in values if "validation_loss" in line]
+    print(f"mean losses: {means}, largest relative difference {max(means) / min(means) - 1:.1e}")
+    assert means == pytest.approx([means[0]] * 4, rel=1e-6)
+
+
 def test_every_start_up_refusal(jobs: Path) -> None:
     """All in one process: what is wrong is said before the model is built or anything is loaded."""
     done = torchrun(1, str(HERE / "titan_job.py"), "refusals", str(jobs))
@@ -213,6 +249,7 @@ def test_every_start_up_refusal(jobs: Path) -> None:
         "no such recipe": "Cannot read the recipe",
         "another loader's config": "zephon.titan.Trainer needs a zephon.titan.DataLoader.Config",
         "vocabulary too small": "the model has 2048 embeddings",
+        "records that the model does not take": r"\['document_ids'\], which this model's forward does not take",
         "validation without end": "Set validator.steps to a number",
         "checkpoint of another recipe": r"order\.seed: 7 -> 8",
         "checkpoint without loader state": "no loader state, only a model",

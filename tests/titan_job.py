@@ -11,13 +11,12 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import default_adamw
-from torchtitan.components.validate import Validator
 from torchtitan.config import TrainingConfig
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from recipes.titan_text import micro
 from zephon import UsageError
-from zephon.titan import DataLoader, Trainer
+from zephon.titan import DataLoader, Trainer, Validator
 
 
 def config(folder: Path, recipe: Path, **changes: Any) -> Trainer.Config:
@@ -110,6 +109,10 @@ def refusals(jobs: Path) -> None:
         made.checkpoint = replace(made.checkpoint, exclude_from_loading=["dataloader"])
         return made
 
+    def more_records() -> Trainer.Config:
+        (jobs / "more.toml").write_text(recipe.read_text() + "[records]\ndocument_ids = true\n")
+        return config(fresh(), jobs / "more.toml")
+
     def stock_trainer() -> TitanTrainer.Config:
         made = config(fresh(), recipe)
         names = [one.name for one in fields(TitanTrainer.Config)]
@@ -131,6 +134,7 @@ def refusals(jobs: Path) -> None:
         "no such recipe": lambda: config(fresh(), jobs / "nowhere.toml"),
         "another loader's config": other_loader,
         "vocabulary too small": small_model,
+        "records that the model does not take": more_records,
         "validation without end": endless_validation,
         "checkpoint of another recipe": lambda: config(resumed(), other_recipe()),
         "checkpoint without loader state": model_only,
@@ -182,5 +186,16 @@ def validate_all(folder: Path) -> None:
     run(made)
 
 
+def validate_many(folder: Path) -> None:
+    """One validation over many documents, after a step that changes nothing; at 8 ranks a share is one sequence."""
+    made = config(folder, folder.parent / "eight.toml", local_batch_size=1, steps=1)
+    loader = DataLoader.Config(recipe=str(folder.parent / "all.toml"))
+    made.validator = Validator.Config(enable=True, freq=1, steps=-1, dataloader=loader)
+    made.optimizer = default_adamw(lr=0.0)
+    run(made)
+
+
 if __name__ == "__main__":
-    {"refusals": refusals, "validate": validate, "validate_all": validate_all}[sys.argv[1]](Path(sys.argv[2]))
+    {"refusals": refusals, "validate": validate, "validate_all": validate_all, "validate_many": validate_many}[
+        sys.argv[1]
+    ](Path(sys.argv[2]))

@@ -9,6 +9,7 @@ checkpoint before anything is loaded, and a ledger of what `train_step` received
 # pyright: reportMissingTypeStubs=false
 
 import functools
+import inspect
 import logging
 import math
 import os
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load  # pyright: ignore[reportUnknownVariableType]
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer as TitanTrainer
 
@@ -119,12 +121,33 @@ class DataLoader(BaseDataLoader):
         self.loader.load_state_dict(state_dict)
 
 
+class Validator(TitanValidator):
+    """TorchTitan's validator, adding up losses in float64.
+
+    In float32, as it comes, the mean over a few hundred batches differed between 1 and 2 ranks by a relative 1.02e-6,
+    though every batch gave the same loss: the sums round differently.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TitanValidator.Config):
+        dataloader: DataLoader.Config = field(default_factory=DataLoader.Config)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, config: Config, *, loss_fn: Any, **others: Any) -> None:
+        def in_float64(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+            loss, more = loss_fn(*args, **kwargs)
+            return loss.double(), more
+
+        super().__init__(config, loss_fn=in_float64, **others)
+
+
 class Trainer(TitanTrainer):
     """TorchTitan's trainer with Zephon's checks and ledger. Raises `UsageError`s before the model is built."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanTrainer.Config):
         dataloader: DataLoader.Config = field(default_factory=DataLoader.Config)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+        validator: Validator.Config = field(default_factory=Validator.Config)  # pyright: ignore[reportIncompatibleVariableOverride]
 
         ledger: bool = False
         """Write the digests of every lane's records, as `train_step` received them, to DUMP_FOLDER/ledger."""
@@ -192,12 +215,19 @@ class Trainer(TitanTrainer):
         return dims
 
     def train(self) -> None:
-        """Check vocabulary and checkpoint, then train."""
+        """Check vocabulary, records and checkpoint, then train."""
         ids, rows = self.tokenizer.get_vocab_size(), getattr(self.model_config, "vocab_size", None)
         if rows is not None and ids > rows:
             raise RecipeError(
                 f"The tokenizer has {ids} ids, but the model has {rows} embeddings: training would fail at the first "
                 "id beyond them. Use the model's own tokenizer, or a model with a larger vocabulary."
+            )
+        taken = inspect.signature(self.model_parts[0].forward).parameters
+        extras = [name for name in self.dataloader.stream.recipe.extras if name not in taken]
+        if extras:
+            raise RecipeError(
+                f"[records] asks for {extras}, which this model's forward does not take: TorchTitan would fail at the "
+                "first step. Leave them out (it makes its masks from positions), or use a model that takes them."
             )
         if isinstance(self.checkpointer, CheckpointManager) and self.checkpointer.enable:
             self._check_checkpoint(self.checkpointer)
