@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,30 @@ Batch = dict[str, NDArray[np.generic]]
 
 Record = dict[str, NDArray[np.generic]]
 """One packed sequence, built: named arrays."""
+
+
+class Blob(Protocol):
+    """Bytes of a row that are not read before they are needed: a member of a tar file, a cell of a Parquet file.
+
+    An address, not data: small, picklable, good in any process of the machine and for several threads at once. What it
+    raises is a `DataError` that names the file.
+    """
+
+    size: int
+    """Bytes in all."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, for a message."""
+        ...
+
+    def head(self, size: int) -> bytes:
+        """The first `size` bytes, or all where there are fewer."""
+        ...
+
+    def read(self) -> bytes:
+        """All bytes."""
+        ...
 
 
 class Ref(NamedTuple):
@@ -35,20 +59,33 @@ class Ref(NamedTuple):
     sample: int
 
 
+class Atom(NamedTuple):
+    """Positions `[start, end)` of a sample that must lie in one sequence, and what they take of each budget.
+
+    A run of image placeholders is one, or a whole sample that is not to be cut.
+    """
+
+    start: int
+    end: int
+    costs: tuple[int, ...]
+
+
 class Sample(NamedTuple):
-    """A sized sample. Accumulators look at `ref` and `positions` only; the payload rides along.
+    """A sized sample. Accumulators look at `ref`, `positions` and `atoms` only; the payload rides along.
 
     Attributes:
         ref: its name.
         positions: how many positions of a sequence it fills; 0 means that there is nothing to deliver.
         payload: what the modality needs to build it; opaque here.
         counts: counters of its source that it raises when it is passed.
+        atoms: what must not be cut, ascending and apart; everything outside of them costs positions alone.
     """
 
     ref: Ref
     positions: int
     payload: Any
     counts: tuple[str, ...] = ()
+    atoms: tuple[Atom, ...] = ()
 
 
 class Segment(NamedTuple):
@@ -72,9 +109,11 @@ class Measured:
         positions: positions that each sample fills.
         payloads: what the modality needs to build each sample.
         counts: counters that a sample raises, by number of the sample; most samples have none.
+        atoms: what must not be cut, by number of the sample; samples of text have none.
     """
 
     rows: Sequence[int]
     positions: Sequence[int]
     payloads: Sequence[Any]
     counts: Mapping[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+    atoms: Mapping[int, tuple[Atom, ...]] = field(default_factory=dict[int, tuple[Atom, ...]])
