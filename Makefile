@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-all lint format clean
+.PHONY: help setup demo demo-vlm test test-all lint format clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 18
@@ -20,6 +20,9 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)  ## train, kill, resume on 1 and on 4 ranks; compare every batch (about 4 minutes)
 	$(BIN)/python -m recipes.demo
+
+demo-vlm: $(STAMP)  ## the same with images and text in one stream, on Qwen 3.5's micro model (about 5 minutes)
+	$(BIN)/python -m recipes.demo.vlm
 
 test: $(STAMP)  ## the tests, without the slow ones (about 6 minutes on 2 cores)
 	$(BIN)/python -m pytest -n auto -m 'not slow'
@@ -37,4 +40,4 @@ format: $(STAMP)  ## let ruff format and mend what it can
 	$(BIN)/ruff format .
 
 clean:  ## remove what demo and tools left; keeps .venv
-	rm -rf demo build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo demo-vlm build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

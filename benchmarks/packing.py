@@ -6,6 +6,7 @@ Fill is positions delivered over positions of sequences. Beside `concat` (cuts t
 with as many open bins over the same pieces, and as the ideal best-fit-decreasing over all delivered pieces at once.
 """
 
+import functools
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,10 +15,9 @@ from typing import Annotated, Any
 
 import tyro
 
-import zephon.stream
 from benchmarks.report import about, write
 from zephon import Recipe, Stream
-from zephon.pack import MAX_OPEN_SEGMENTS, make_packer
+from zephon.pack import ALGORITHMS, MAX_OPEN_SEGMENTS
 from zephon.recipe import PackingSpec
 
 WATCHED: list["WatchedPacker"] = []  # remember what they were offered and what they gave, as lengths
@@ -32,8 +32,8 @@ class Args:
 
 
 class WatchedPacker:
-    def __init__(self, *args: Any) -> None:
-        self._packer, self.pieces, self.sequences = make_packer(*args), list[int](), list[list[int]]()
+    def __init__(self, kind: Any, *args: Any) -> None:
+        self._packer, self.pieces, self.sequences = kind(*args), list[int](), list[list[int]]()
         WATCHED.append(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -47,7 +47,9 @@ class WatchedPacker:
 
 
 def main() -> None:
-    args, rows, facts, zephon.stream.make_packer = tyro.cli(Args), [], {}, WatchedPacker
+    args, rows, facts = tyro.cli(Args), [], {}
+    for name, kind in dict(ALGORITHMS).items():
+        ALGORITHMS[name] = functools.partial(WatchedPacker, kind)
     recipe = Recipe.load(args.recipe)
     for seq_len in args.seq_lens:
         for packing in (PackingSpec(), *(PackingSpec("best_fit", bins) for bins in args.bins)):

@@ -66,6 +66,9 @@ class Chat:
     """
 
     family = "tokens"
+    builds: tuple[str, ...] = ()
+    costs: tuple[str, ...] = ()
+    filler = None
     cheap_materialise = True
     counters = (_NONE, _SURROGATES, _SPELLS, _CUT, _LONG)
 

@@ -45,3 +45,39 @@ class Options:
             known = ", ".join(repr(one) for one in allowed)
             raise RecipeError(f"{key} must be one of {known}; it is {value!r}.{hint}")
         return value
+
+    def fields(self, key: str, default: Sequence[str]) -> tuple[str, ...]:
+        """The names of fields of which a row has one; a single name may stand for a list of one."""
+        value = self._given.get(key, list(default))
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not names or not all(isinstance(one, str) and one for one in names):
+            raise RecipeError(f"{key} must be the name of a field or a list of names, it is {value!r}.")
+        return tuple(names)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._given.get(key, default)
+        if not isinstance(value, bool):
+            raise RecipeError(f"{key} must be true or false, it is {value!r}.")
+        return value
+
+    def number(self, key: str, default: int | None, least: int = 1, most: int = 2**31 - 1) -> int | None:
+        """A whole number in `[least, most]`."""
+        value = self._given.get(key, default)
+        if value is default:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise RecipeError(f"{key} must be a whole number from {least} to {most}, it is {value!r}.")
+        return value
+
+    def colour(self, key: str, default: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Red, green and blue, from 0 to 255 each."""
+        value = self._given.get(key, list(default))
+        right = isinstance(value, list) and len(value) == 3
+        if not right or not all(
+            isinstance(one, int) and not isinstance(one, bool) and 0 <= one <= 255 for one in value
+        ):
+            raise RecipeError(
+                f"{key} must be red, green and blue from 0 to 255, as in [255, 255, 255]; it is {value!r}."
+            )
+        return (value[0], value[1], value[2])

@@ -17,7 +17,8 @@ IGNORED = -100
 
 Ids: TypeAlias = NDArray[np.int32]
 Payload: TypeAlias = Ids | tuple[Ids, NDArray[np.bool_]]
-"""Token ids of one sample, and which of them are trained (where that is not all): arrays of `m`, ready to be sent."""
+"""Token ids of one sample, and which of them are trained (where that is not all): arrays of `m`, ready to be sent. A
+modality that needs more may put it behind these two."""
 
 
 def build(plans: Sequence[Plan], seq_len: int, extras: Sequence[str] = ()) -> Batch:
@@ -39,7 +40,7 @@ def build(plans: Sequence[Plan], seq_len: int, extras: Sequence[str] = ()) -> Ba
         at = 0
         for sample, start, end in plan:
             payload = cast(Payload, sample.payload)
-            ids, trained = payload if isinstance(payload, tuple) else (payload, None)
+            ids, trained = payload[:2] if isinstance(payload, tuple) else (payload, None)
             size = end - start
             inputs[i, at : at + size] = ids[start:end]
             following = ids[start + 1 : end + 1]

@@ -27,6 +27,9 @@ class Text:
     """
 
     family = "tokens"
+    builds: tuple[str, ...] = ()
+    costs: tuple[str, ...] = ()
+    filler = None
     cheap_materialise = True
     counters = ("empty", "surrogates", "special tokens in text")
 

@@ -56,6 +56,10 @@ class TextTokenizer(Encoder):
         """Hash of the file and the ids of BOS and EOS; not which library encodes, since the ids are the same."""
         return {"sha256": self._sha256, "bos": self.bos, "eos": self.eos}
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token, if there is such a one."""
+        return self._own.id_of(token)
+
     def clean(self, text: str) -> str | None:
         """The text with lone surrogates replaced by U+FFFD, or None where there are none (nearly always)."""
         if text.isascii():

@@ -6,9 +6,12 @@
 - FlexAttention, whose backward pass does not exist on the CPU: the same mask, dense, through
   `scaled_dot_product_attention` (forward differs by at most 4e-7);
 - the compiled block mask of vision encoders, which inductor cannot compile here: built eagerly;
-- FSDP's pre-multiplied sum, which gloo lacks: a plain sum, as TorchTitan divides by tokens itself.
+- FSDP's pre-multiplied sum, which gloo lacks: a plain sum, as TorchTitan divides by tokens itself;
+- `fla`, whose kernels Qwen 3.5's linear attention calls, where it is not installed: names that raise when called.
+  Models for the CPU have full attention only.
 """
 
+import importlib.util
 import logging
 import os
 import resource
@@ -44,6 +47,31 @@ def install() -> bool:
     attention._compiled_create_block_mask = create_block_mask
     _rebind("compiled_create_block_mask", vision.compiled_create_block_mask, create_block_mask)
     _sum_only(fsdp)
+    return True
+
+
+def stub_fla() -> bool:
+    """Make Qwen 3.5 importable where `fla` is not installed; returns whether it had to. Its kernels then raise."""
+    if importlib.util.find_spec("fla") is not None:
+        return False
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("This layer needs the GPU kernels of fla-core, which is not installed.")
+
+    names = {
+        "fla.modules.conv.triton.ops": ("CausalConv1dFunction",),
+        "fla.ops.gated_delta_rule": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+        "fla.ops.gated_delta_rule.chunk": ("ChunkGatedDeltaRuleFunction",),
+        "fla.ops.gated_delta_rule.fused_recurrent": ("FusedRecurrentFunction",),
+    }
+    for path, members in names.items():
+        parts = path.split(".")
+        for i in range(1, len(parts) + 1):
+            sys.modules.setdefault(".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
+        for member in members:
+            kind = type(member, (), {"apply": staticmethod(missing)}) if member.endswith("Function") else missing
+            setattr(sys.modules[path], member, kind)
+    logger.warning("fla-core is not installed: Qwen 3.5 runs without its linear-attention layers. For demos and tests.")
     return True
 
 

@@ -24,11 +24,16 @@ OUTSIDE = {
     "zephon/command/options.py": {"rich"},
     "zephon/command/rehearse.py": {"rich"},
     "zephon/formats/jsonl.py": {"numpy", "orjson"},
+    "zephon/formats/parquet.py": {"numpy", "pyarrow"},
+    "zephon/formats/tar.py": {"numpy", "orjson"},
+    "zephon/stop.py": {"torch"},
     "zephon/titan.py": {"numpy", "torch", "torchtitan", "tyro"},
 }
 """What a file of the core may import beyond the standard library and numpy."""
 
-MAX_CORE, MAX_PART, MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 4000, 1500, 400, 60, 8
+MAX_CORE, MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 4000, 400, 60, 8
+MAX_PARTS = {"zephon/command": 1500, "zephon/formats": 2500, "zephon/run": 1000}
+"""Lines of the parts beside what decides data: the command line, the readers, how the work is done."""
 
 LONGER: dict[str, str] = {}
 """Functions over the limit, with the reason."""
@@ -89,8 +94,8 @@ def test_the_core_stays_small() -> None:
         part = str(path.parent.relative_to(ROOT))
         parts[part] = parts.get(part, 0) + len(path.read_text().splitlines())
     assert parts.pop("zephon") <= MAX_CORE  # what decides data
-    assert parts.keys() == {"zephon/command", "zephon/formats"}
-    assert max(parts.values()) <= MAX_PART  # the command line; the readers
+    assert parts.keys() == MAX_PARTS.keys()
+    assert all(parts[part] <= most for part, most in MAX_PARTS.items()), parts
     for package in PACKAGES:
         for path in files(package):
             assert len(path.read_text().splitlines()) <= MAX_FILE, path

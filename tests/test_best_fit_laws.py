@@ -25,7 +25,7 @@ from worlds import (
 )
 
 import zephon
-from zephon.pack import MAX_OPEN_SEGMENTS, BestFit, Concat
+from zephon.pack import MAX_OPEN_SEGMENTS, BestFit, Concat, Room
 from zephon.types import Ref, Sample, Segment
 
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
@@ -133,7 +133,7 @@ LIMITS = st.sampled_from([1, 2, 3, 8, 32])
 @law(200)
 @given(st.data(), SEQ_LENS, LIMITS)
 def test_packer_follows_the_rule_step_by_step(data: st.DataObject, seq_len: int, limit: int) -> None:
-    packer, bins = BestFit(seq_len, limit), []
+    packer, bins = BestFit(Room(seq_len), limit), []
     assert list(packer.open) == []
     for piece in data.draw(pieces(seq_len)):
         expected, bins = naive(seq_len, limit, bins, piece)
@@ -150,7 +150,7 @@ def test_packer_follows_the_rule_step_by_step(data: st.DataObject, seq_len: int,
 def test_packer_delivers_every_piece_once_and_whole(data: st.DataObject, seq_len: int, limit: int) -> None:
     """Told without the rule: whatever it does, it must not lose, cut, repeat, overfill or hoard."""
     offered = data.draw(pieces(seq_len))
-    packer = BestFit(seq_len, limit)
+    packer = BestFit(Room(seq_len), limit)
     plans: list[list[Run]] = []
     for piece in offered:
         plans += offer(packer, piece)
@@ -170,7 +170,7 @@ def test_packer_delivers_every_piece_once_and_whole(data: st.DataObject, seq_len
 @pytest.mark.parametrize("longest", [1, 3])
 def test_packer_never_holds_more_than_its_bounds_of_tiny_documents(seq_len: int, limit: int, longest: int) -> None:
     rng = np.random.default_rng(seq_len + longest)
-    packer, bins, plans = BestFit(seq_len, limit), [], 0
+    packer, bins, plans = BestFit(Room(seq_len), limit), [], 0
     for number, count in enumerate(rng.integers(1, longest + 1, 1500).tolist()):
         expected, bins = naive(seq_len, limit, bins, (number, 0, count))
         assert offer(packer, (number, 0, count)) == expected
@@ -183,7 +183,7 @@ def test_packer_never_holds_more_than_its_bounds_of_tiny_documents(seq_len: int,
 
 
 def test_packer_holds_up_to_its_limit_of_bins_that_hold_one_piece_each() -> None:
-    packer = BestFit(9, 1024)
+    packer = BestFit(Room(9), 1024)
     left = [offer(packer, (number, 0, 5)) for number in range(1000)]
     assert left[: MAX_OPEN_SEGMENTS - 1] == [[]] * (MAX_OPEN_SEGMENTS - 1)
     assert left[MAX_OPEN_SEGMENTS - 1 :] == [[[(number, 0, 5)]] for number in range(1001 - MAX_OPEN_SEGMENTS)], (
@@ -193,7 +193,7 @@ def test_packer_holds_up_to_its_limit_of_bins_that_hold_one_piece_each() -> None
 
 
 def test_packer_worked_out_by_hand() -> None:
-    packer = BestFit(10, 3)
+    packer = BestFit(Room(10), 3)
     steps: list[tuple[int, list[list[Run]], Bins]] = [
         (3, [], [[(0, 0, 3)]]),
         (8, [], [[(0, 0, 3)], [(1, 0, 8)]]),
@@ -214,7 +214,7 @@ def test_packer_worked_out_by_hand() -> None:
 
 
 def test_packer_the_fullest_that_leaves_may_be_the_newest() -> None:
-    packer = BestFit(10, 1)
+    packer = BestFit(Room(10), 1)
     assert offer(packer, (0, 0, 6)) == []
     assert offer(packer, (1, 0, 9)) == [[(1, 0, 9)]]
     assert offer(packer, (2, 0, 6)) == [[(0, 0, 6)]]
@@ -226,7 +226,7 @@ def test_packer_the_fullest_that_leaves_may_be_the_newest() -> None:
 @given(st.data(), st.sampled_from([2, 5, 16]), LIMITS)
 def test_packer_goes_on_from_its_open_bins(kind: str, data: st.DataObject, seq_len: int, limit: int) -> None:
     def new() -> BestFit | Concat:
-        return BestFit(seq_len, limit) if kind == "best_fit" else Concat(seq_len)
+        return BestFit(Room(seq_len), limit) if kind == "best_fit" else Concat(Room(seq_len), 1)
 
     offered = data.draw(pieces(seq_len))
     stop = data.draw(st.integers(0, len(offered)))
@@ -252,12 +252,12 @@ def test_packer_goes_on_from_its_open_bins(kind: str, data: st.DataObject, seq_l
 @law(60)
 @given(st.data(), st.sampled_from([5, 16]), LIMITS)
 def test_packer_goes_on_in_the_middle_of_a_flush(data: st.DataObject, seq_len: int, limit: int) -> None:
-    first = BestFit(seq_len, limit)
+    first = BestFit(Room(seq_len), limit)
     for piece in data.draw(pieces(seq_len)):
         offer(first, piece)
     for _ in range(data.draw(st.integers(0, len(first.open)))):
         first.flush()
-    second = BestFit(seq_len, limit)
+    second = BestFit(Room(seq_len), limit)
     second.restore(first.open)
     assert flushed(second) == flushed(first)
 

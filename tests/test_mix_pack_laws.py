@@ -14,7 +14,7 @@ from worlds import BOS, EOS, World, clean, exact_weights, tokenizer_folder
 
 from zephon.mix import Mixer, integer_weights
 from zephon.modality import Context, find_modality
-from zephon.pack import Concat
+from zephon.pack import Concat, Room
 from zephon.recipe import TokenizerSpec
 from zephon.types import Ref, Sample, Segment
 
@@ -171,7 +171,7 @@ def pack(packer: Concat, pieces: list[Offer]) -> list[tuple[list[Segment], list[
 @given(st.data(), st.sampled_from([1, 2, 4, 7, 16, 64]))
 def test_concat_delivers_every_position_once_in_order_or_keeps_it_open(data: st.DataObject, seq_len: int) -> None:
     pieces = data.draw(offers(seq_len))
-    packer = Concat(seq_len)
+    packer = Concat(Room(seq_len), 1)
     plans = pack(packer, pieces)
     for plan, opened in plans:
         assert sum(segment.end - segment.start for segment in plan) == seq_len
@@ -189,13 +189,13 @@ def test_concat_delivers_every_position_once_in_order_or_keeps_it_open(data: st.
 def test_concat_goes_on_from_its_open_segments(data: st.DataObject, seq_len: int) -> None:
     pieces = data.draw(offers(seq_len))
     stop = data.draw(st.integers(0, len(pieces)))
-    first = Concat(seq_len)
+    first = Concat(Room(seq_len), 1)
     pack(first, pieces[:stop])
     saved = list(first.open)
     kept = list(saved)
     rest = [plan for plan, _ in pack(first, pieces[stop:])]
     for _ in range(2):  # twice from the same list: nothing is shared with a packer that goes on
-        second = Concat(seq_len)
+        second = Concat(Room(seq_len), 1)
         second.restore(saved)
         assert [plan for plan, _ in pack(second, pieces[stop:])] == rest
         assert list(second.open) == list(first.open)
@@ -272,7 +272,7 @@ def test_pure_materialise_gives_the_same_records_in_any_grouping(
     together = worker.measure([{"text": text} for text in texts])
     alone = [other.measure([{"text": text}]) for text in texts]
     plans, separate, expected = [], [], []
-    packers = Concat(seq_len), Concat(seq_len)
+    packers = Concat(Room(seq_len), 1), Concat(Room(seq_len), 1)
     tokens_of: dict[int, list[int]] = {}
     for index, row in enumerate(together.rows):
         positions = int(together.positions[index])

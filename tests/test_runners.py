@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from small import write_recipe
 
-from zephon import DataError, Loader, Stream, wire
+from zephon import DataError, Loader, Stream
 from zephon.command.rehearse import process_tree
 from zephon.digest import lane_digest, step_digest
-from zephon.isolate import IsolatedLoader
-from zephon.runners import ProcessRunner
+from zephon.run import wire
+from zephon.run.isolate import IsolatedLoader
+from zephon.run.runners import ProcessRunner
 
 STEPS = 12
 VARIANTS = ["inline 1", "threads 1", "threads 3", "process 1", "process 2", "inline 1 isolate", "threads 2 isolate"]
@@ -205,3 +206,14 @@ def test_messages_carry_arrays_without_copies_and_arrays_are_writable() -> None:
     with pytest.raises(EOFError):
         wire.receive(theirs)
     theirs.close()
+
+
+def test_an_isolated_loader_that_is_killed_before_a_restore_is_named(recipe: Path) -> None:
+    with Stream.open(with_run(recipe, "inline 1 isolate")) as stream:
+        loader = stream.loader()
+        assert isinstance(loader, IsolatedLoader)
+        state = loader.state_dict()
+        loader._child.process.kill()
+        loader._child.process.wait()
+        with pytest.raises(DataError, match=r"isolated loader died \(exit code -9"):
+            loader.load_state_dict(state)

@@ -129,6 +129,19 @@ def test_only_one_of_the_tensor_parallel_peers_writes(jobs: Path) -> None:
     assert compare_ledgers(read_ledger(jobs / "two" / "ledger"), read_ledger(folder / "ledger")).step is None
 
 
+def test_context_parallel_peers_get_the_same_batches(jobs: Path) -> None:
+    (jobs / "long.toml").write_text((jobs / "recipe.toml").read_text().replace("seq_len = 32", "seq_len = 256"))
+    folder = copy_step(jobs / "seed", jobs / "context", 0)
+    done = torchrun(2, str(HERE / "titan_job.py"), "context_parallel", str(folder))
+    assert done.returncode == 0, done.stderr[-5000:]
+    first, second = ((folder / f"peer_{rank}").read_text().splitlines() for rank in (0, 1))
+    assert len(first) == 3 * 4
+    assert first == second
+    with Stream.open(jobs / "long.toml") as stream:
+        records = list(stream.loader().step_records().values())
+    assert read_ledger(folder / "ledger")[1] == {f"{i:05d}": lane_digest(one).hex() for i, one in enumerate(records)}
+
+
 def test_validation_has_a_recipe_of_its_own(jobs: Path) -> None:
     folder = copy_step(jobs / "two", jobs / "validated", SAVE)
     done = torchrun(2, str(HERE / "titan_job.py"), "validate", str(folder))

@@ -93,11 +93,11 @@ def test_a_filter_that_leaves_nothing_is_an_error_not_a_hang(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("my_functions", "must be 'module:function'"),
+        ("my_functions", "must be 'module:name'"),
         ("my_functions:nothing", "has no attribute 'nothing'"),
         ("no_such_module_here:f", "No module named"),
-        ("my_functions:1", "must be 'module:function'"),
-        ("my_functions:__doc__", "cannot be used"),
+        ("my_functions:1", "must be 'module:name'"),
+        ("my_functions:__doc__", "no function that can be called"),
     ],
 )
 def test_functions_that_are_not_there(tmp_path: Path, name: str, says: str) -> None:

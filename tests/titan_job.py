@@ -3,19 +3,20 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import default_adamw
-from torchtitan.config import TrainingConfig
+from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from recipes.titan_text import micro
 from zephon import UsageError
+from zephon.digest import lane_digest
 from zephon.titan import DataLoader, Trainer, Validator
 
 
@@ -195,7 +196,36 @@ def validate_many(folder: Path) -> None:
     run(made)
 
 
+class Watched(Trainer):
+    """Writes a digest of every micro-batch that this very rank gets, whoever its peers are."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
+        return self._watched(super().batch_generator(data_iterable))
+
+    def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        with Path(self.config.dump_folder, f"peer_{dist.get_rank()}").open("w") as file:
+            for tensors, labels in batches:
+                arrays = {name: tensor.numpy() for name, tensor in {**tensors, "labels": labels}.items()}
+                print(lane_digest(self.dataloader.stream.worker.records(arrays)).hex(), file=file, flush=True)
+                yield tensors, labels
+
+
+def context_parallel(folder: Path) -> None:
+    """Two peers that share every sequence; PyTorch shards blocks of 128 positions, so 256 are the least."""
+    made = config(folder, folder.parent / "long.toml", seq_len=256, steps=3)
+    made.parallelism = ParallelismConfig(context_parallel_degree=2, data_parallel_shard_degree=1)
+    run(Watched.Config(**{one.name: getattr(made, one.name) for one in fields(made)}))
+
+
 if __name__ == "__main__":
-    {"refusals": refusals, "validate": validate, "validate_all": validate_all, "validate_many": validate_many}[
-        sys.argv[1]
-    ](Path(sys.argv[2]))
+    {
+        "refusals": refusals,
+        "validate": validate,
+        "validate_all": validate_all,
+        "validate_many": validate_many,
+        "context_parallel": context_parallel,
+    }[sys.argv[1]](Path(sys.argv[2]))

@@ -97,7 +97,8 @@ class Feed:
         first_row, end_row, first, end = span
         self.pending -= end_row - first_row
         epoch, chunk, row = rows.epoch.tolist(), rows.chunk.tolist(), rows.row.tolist()
-        of_row, positions, payloads, counts = measured.rows, measured.positions, measured.payloads, measured.counts
+        of_row, positions, payloads = measured.rows, measured.positions, measured.payloads
+        counts, atoms = measured.counts, measured.atoms
         number, last = 0, -1
         for i in range(first, end):
             local = of_row[i] - first_row
@@ -106,7 +107,8 @@ class Feed:
             more = i + 1 < end and of_row[i + 1] - first_row == local
             after = Position(group, index + local, number + 1) if more else Position(group, index + local + 1)
             ref = Ref(self.source, epoch[local], chunk[local], row[local], number)
-            self.ready.append(Entry(Sample(ref, positions[i], payloads[i], counts.get(i, ())), after))
+            sample = Sample(ref, positions[i], payloads[i], counts.get(i, ()), atoms.get(i, ()))
+            self.ready.append(Entry(sample, after))
         while self._skip and self.ready:  # a restored lane has had the first samples of its first row
             self.ready.popleft()
             self._skip -= 1
@@ -179,7 +181,7 @@ class Feeder:
             for ref in refs:
                 if ref.source == number:
                     i = found[ref.epoch, ref.chunk, ref.row][ref.sample]
-                    out[ref] = Sample(ref, measured.positions[i], measured.payloads[i])
+                    out[ref] = Sample(ref, measured.positions[i], measured.payloads[i], atoms=measured.atoms.get(i, ()))
         return out
 
     def _full(self, feed: Feed) -> int:

@@ -12,7 +12,7 @@ from zephon.errors import DataError
 from zephon.feed import Feed
 from zephon.mix import Mixer
 from zephon.order import SourceOrder
-from zephon.pack import Packer
+from zephon.pack import Packer, uncut
 from zephon.state import LaneState, Position, Range, SourceState
 from zephon.types import Plan, Ref, Sample, Segment
 
@@ -47,7 +47,7 @@ class Mix:
         weights: integer weights, one a source.
         by_samples: charge 1 a sample instead of its positions.
         piece: longest piece that enters the mix at once, in positions; None for whole documents.
-        longest: longest sample that is delivered, in positions; None for any.
+        longest: longest sample that is delivered, in positions: one without atoms, and one with; None for any.
         drop_longer: drop and count samples that are longer, instead of stopping the run.
         stop: a finite stream ends with its first source, instead of with its last.
     """
@@ -55,7 +55,7 @@ class Mix:
     weights: Sequence[int]
     by_samples: bool = False
     piece: int | None = None
-    longest: int | None = None
+    longest: tuple[int, int] | None = None
     drop_longer: bool = True
     stop: bool = False
 
@@ -143,7 +143,8 @@ class Lane:
         start, end = self._positions[source].offset, sample.positions
         piece = self._mix.piece
         if piece is not None and end - start > piece:
-            end = start + piece
+            end = uncut(sample, start, start + piece)
+        if end < sample.positions:
             self._positions[source] = self._positions[source]._replace(offset=end)
         else:
             self.feeds[source].ready.popleft()
@@ -179,14 +180,14 @@ class Lane:
 
     def _judged(self, source: int, sample: Sample, after: Position) -> tuple[Sample, Position]:
         """The sample, or one without positions in its place where it is longer than the recipe allows."""
-        if self._mix.longest is None or sample.positions <= self._mix.longest:
+        if self._mix.longest is None or sample.positions <= self._mix.longest[bool(sample.atoms)]:
             return sample, after
         if not self._mix.drop_longer:
             known = self._sources[source]
             raise DataError(
                 f"Source {known.name!r}: {known.place(sample.ref)}: the sample has {sample.positions} positions, more "
-                f"than a sequence of {self._mix.longest}, and [packing] too_long = 'error'. Use 'split' or 'drop', or "
-                "a longer seq_len."
+                f"than the {self._mix.longest[bool(sample.atoms)]} that a sequence holds, and [packing] too_long = "
+                "'error'. Use 'split' or 'drop', or a longer seq_len."
             )
         return sample._replace(positions=0, counts=(*sample.counts, TOO_LONG)), after
 

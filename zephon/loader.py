@@ -5,14 +5,18 @@ Rank `r` of `G` owns the lanes `l` with `l * G // L == r`. Global batch `t = 1, 
 """
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from zephon.errors import DataError, RestoreError, TopologyError
 from zephon.feed import Feeder
 from zephon.lane import Lane
+from zephon.modality import LATE
 from zephon.recipe import divisors
 from zephon.state import HEADER, LaneState, compare_headers, encode_header, lane_key, tag_of
 from zephon.types import Batch, Plan, Record
@@ -20,6 +24,8 @@ from zephon.worker import Handle
 
 if TYPE_CHECKING:
     from zephon.stream import Stream
+
+_NOTHING: NDArray[np.generic] = np.empty((0, 3), np.int32)
 
 
 def owned_lanes(rank: int, world: int, lanes: int) -> list[int]:
@@ -115,7 +121,8 @@ class Loader:
         self._stream, self._pad_last = stream, pad_last
         self.lanes = owned_lanes(rank, world, parts)
         """The lanes of this rank, ascending; for a finite stream, its records of a global batch."""
-        self._hosted = [0] if stream.recipe.finite else self.lanes
+        self._finite = stream.recipe.finite
+        self._hosted = [0] if self._finite else self.lanes
         self._share = size // parts
         self._per_step = len(self.lanes) * self._share // self._local
         self._begin(0, {lane: stream.start() for lane in self._hosted})
@@ -157,10 +164,15 @@ class Loader:
         except BaseException as error:
             self._failed = error
             raise
+        late: list[list[int]] = batch.pop(LATE, _NOTHING).tolist()
+        for sequence, source, counter in late:
+            lane = 0 if self._finite else self.lanes[(self._handed * self._local + sequence) // self._share]
+            self._late[lane][source, counter] += 1
         self._handed += 1
         if self._handed == self._per_step:
             self._handed, self._step = 0, self._step + 1
             self._states = self._sealed.popleft()
+            self._late_states = {lane: Counter(late) for lane, late in self._late.items() if late}
         self._feeder.top_up()
         return batch
 
@@ -184,7 +196,14 @@ class Loader:
         header = encode_header(self._stream.header(self._step))
         tag = tag_of(header)
         keys = {lane: lane_key(lane) for lane in self._states}
-        return {HEADER: header, **{keys[lane]: state.encode(keys[lane], tag) for lane, state in self._states.items()}}
+        # Ranks of a finite stream write the same bytes, while each builds, and so counts, only its own records.
+        states = self._states if self._finite else self._counted()
+        return {HEADER: header, **{keys[lane]: state.encode(keys[lane], tag) for lane, state in states.items()}}
+
+    def _counted(self) -> dict[int, LaneState]:
+        """The states, with what was counted when their records were built."""
+        late = self._late_states
+        return {lane: state.with_late(late.get(lane, {})) for lane, state in self._states.items()}
 
     def _check_between_steps(self) -> None:
         if self._handed:
@@ -213,14 +232,14 @@ class Loader:
         names = [source.name for source in self._stream.sources]
         mixed, dropped = dict.fromkeys(names, 0), {name: dict[str, int]() for name in names}
         waiting = 0
-        for state in self._states.values():
+        for state in self._counted().values():
             waiting += sum(one.end - one.start for one in state.waiting)
             for source, known in zip(state.sources, self._stream.lane_sources, strict=True):
                 mixed[known.name] += source.mixed
                 for counter, number in zip(known.counters, source.counters, strict=True):
                     dropped[known.name][counter] = dropped[known.name].get(counter, 0) + number
         # A finite stream is decided whole on every rank, so its figures are those of all ranks together.
-        per_step = self._stream.batch.global_batch_size if self._stream.recipe.finite else len(self.lanes) * self._share
+        per_step = self._stream.batch.global_batch_size if self._finite else len(self.lanes) * self._share
         records = self._step * per_step
         positions = sum(mixed.values()) - waiting
         return Stats(records, positions, records * self._stream.batch.seq_len - positions, mixed, dropped)
@@ -233,6 +252,8 @@ class Loader:
         self._step, self._handed, self._states = step, 0, states
         self._failed: BaseException | None = None
         self._sealed: deque[dict[int, LaneState]] = deque()
+        self._late = {lane: Counter[tuple[int, int]]() for lane in states}
+        self._late_states: dict[int, Counter[tuple[int, int]]] = {}
         self._feeder = Feeder(stream.sources, stream.worker, stream.runner, stream.ahead_bytes)
         samples = self._feeder.fetch([one.ref for state in states.values() for one in state.waiting])
         lanes = [
@@ -242,7 +263,7 @@ class Loader:
         for lane in lanes:
             for feed in lane.feeds:
                 self._feeder.add(feed)
-        self._plans = self._decide_finite(lanes[0]) if stream.recipe.finite else self._decide(lanes)
+        self._plans = self._decide_finite(lanes[0]) if self._finite else self._decide(lanes)
         self._ahead: deque[Handle[Batch]] = deque()
 
     def _next_handle(self) -> Handle[Batch]:
@@ -285,4 +306,4 @@ class Loader:
                 self._stream.tell_dropped(plans)
                 return
             self._sealed.append({0: lane.state()})
-            yield from (plans + [[]] * (size - len(plans)))[mine]
+            yield from (plans + [self._stream.room.empty()] * (size - len(plans)))[mine]

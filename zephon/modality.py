@@ -9,15 +9,19 @@ import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from zephon.errors import RecipeError, nearest
 from zephon.recipe import TokenizerSpec
-from zephon.types import Batch, Measured, Plan, Record, Row
+from zephon.types import Batch, Measured, Plan, Record, Row, Sample
 
 T = TypeVar("T")
 
 GROUP = "zephon.modalities"
+
+LATE = "_late"
+"""Name of what `materialise` counts, among the arrays of a micro-batch."""
 
 
 class BadRowError(ValueError):
@@ -41,11 +45,15 @@ class Context:
         seq_len: positions of a sequence.
         tokenizer: the recipe's tokenizer, if it names one.
         extras: arrays that records are to hold beside the usual ones.
+        budgets: most of each cost that a sequence holds beside positions; what is not in it has no limit.
+        folder: the recipe's, where relative paths start.
     """
 
     seq_len: int
     tokenizer: TokenizerSpec | None
     extras: tuple[str, ...] = ()
+    budgets: Mapping[str, int] = field(default_factory=dict[str, int])
+    folder: Path = Path()
     _shared: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
 
     def share(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -66,11 +74,20 @@ class Modality(Protocol):
     family: str
     """Modalities of one family share payloads and records, so that their sources can share sequences."""
 
+    builds: tuple[str, ...]
+    """Other families whose samples it can build: those of text may share the sequences of one that knows images."""
+
+    costs: tuple[str, ...]
+    """Names of what an atom costs beside positions, in the order of `Atom.costs`."""
+
+    filler: Sample | None
+    """What ends a record without any atom, where a model needs media in every one."""
+
     cheap_materialise: bool
     """Whether building a micro-batch costs less than sending it to another process: then it is never given away."""
 
     counters: tuple[str, ...]
-    """Names of what `measure` counts, in the order in which they are stored."""
+    """Names of what `measure` and `materialise` count, in the order in which they are stored."""
 
     def __init__(self, options: Mapping[str, Any], context: Context) -> None: ...
 
@@ -91,7 +108,11 @@ class Modality(Protocol):
         ...
 
     def materialise(self, plans: Sequence[Plan]) -> Batch:
-        """Build one micro-batch."""
+        """Build one micro-batch.
+
+        `LATE`, int32 [n, 3], may be among its arrays: sequence in the micro-batch, source, and number of one of its
+        `counters` that is raised by what was found only now. The loader takes it out and counts.
+        """
         ...
 
     def records(self, batch: Batch) -> list[Record]:

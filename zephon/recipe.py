@@ -68,11 +68,16 @@ class MixSpec:
 
 @dataclass(frozen=True, slots=True)
 class PackingSpec:
-    """`[packing]`: the algorithm, its open bins, and what becomes of samples longer than a sequence."""
+    """`[packing]`: the algorithm, its open bins, what becomes of samples longer than a sequence, and budgets.
+
+    `algorithm` is "concat", "best_fit" or a class of the user's, as "module:Class". `budgets` says how much of each
+    cost a sequence holds beside its positions, by name.
+    """
 
     algorithm: str = "concat"
     bins: int = 32
     too_long: str = "split"
+    budgets: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +190,16 @@ class _Section:
             raise RecipeError(f"{self.label(key)} must be from {least} to {most}, it is {value}.")
         return value
 
-    def choice(self, key: str, allowed: list[str], default: str) -> str:
-        """One of a few words."""
+    @property
+    def names(self) -> list[str]:
+        """The keys that nobody has taken yet."""
+        return list(self._values)
+
+    def choice(self, key: str, allowed: list[str], default: str, or_named: bool = False) -> str:
+        """One of a few words, or `module:Class` where the user may bring a class."""
         value = self.take(key, str, default)
-        if value not in allowed:
-            known = ", ".join(repr(one) for one in allowed)
+        if value not in allowed and not (or_named and ":" in value):
+            known = ", ".join([*map(repr, allowed), *(["'module:Class'"] if or_named else [])])
             raise RecipeError(f"{self.label(key)} must be one of {known}; it is {value!r}.{nearest(value, allowed)}")
         return value
 
@@ -349,11 +359,13 @@ def _mix(values: object) -> MixSpec:
 
 def _packing(values: object) -> PackingSpec:
     section = _Section(values, "[packing]")
-    algorithm = section.choice("algorithm", ["concat", "best_fit"], "concat")
+    algorithm = section.choice("algorithm", ["concat", "best_fit"], "concat", or_named=True)
     bins = section.number("bins", 1, 32, most=1024)
     too_long = section.choice("too_long", ["split", "drop", "error"], "split")
+    table = _Section(section.raw("budgets", {}), "[packing.budgets]")
+    budgets = {name: table.number(name, 1) for name in table.names}
     section.done()
-    return PackingSpec(algorithm, bins, too_long)
+    return PackingSpec(algorithm, bins, too_long, budgets)
 
 
 def _run(values: object, folder: Path) -> RunSpec:

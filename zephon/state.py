@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from zephon.errors import RestoreError
@@ -63,6 +63,10 @@ class SourceState:
     counters: tuple[int, ...]
 
 
+Late = Mapping[tuple[int, int], int]
+"""What was counted when records were built: by source and number of its counter."""
+
+
 @dataclass(frozen=True, slots=True)
 class LaneState:
     """All that a lane must remember after a record.
@@ -81,6 +85,16 @@ class LaneState:
     def waiting(self) -> list[Range]:
         """Everything that has been mixed and not delivered."""
         return [*([self.rest] if self.rest else []), *(one for bin in self.open for one in bin)]
+
+    def with_late(self, late: Late) -> "LaneState":
+        """This state with what was counted when its records were built, after the lane had decided them."""
+        if not late:
+            return self
+        sources = [
+            replace(one, counters=tuple(number + late.get((i, k), 0) for k, number in enumerate(one.counters)))
+            for i, one in enumerate(self.sources)
+        ]
+        return replace(self, sources=tuple(sources))
 
     def encode(self, key: str, tag: bytes) -> bytes:
         """Bytes of this state for the lane `key`, under the header that `tag` names."""

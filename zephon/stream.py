@@ -1,6 +1,5 @@
 """The stream: a recipe that is open. Independent of ranks; loaders of several ranks may share one."""
 
-import glob
 import logging
 import os
 import time
@@ -11,20 +10,20 @@ from weakref import WeakSet
 import numpy as np
 
 from zephon.catalogue import Catalogue
-from zephon.errors import RecipeError
+from zephon.errors import RecipeError, nearest
 from zephon.feed import AHEAD_BYTES
-from zephon.formats.compressed import CODECS, codec_of
-from zephon.formats.index import LineIndex, Progress, index_files
-from zephon.formats.jsonl import KEPT_BYTES, OPEN_FILES, JsonlReader, MemberCache
-from zephon.isolate import IsolatedLoader
+from zephon.formats.index import Progress
+from zephon.formats.sources import find_files, open_sources
 from zephon.lane import TOO_LONG, Lane, LaneSource, Mix
 from zephon.loader import Loader
 from zephon.mix import integer_weights
 from zephon.modality import Context, Modality, find_modality
 from zephon.order import ORDER_VERSION, SourceOrder
-from zephon.pack import Packer, make_packer
+from zephon.pack import ALGORITHMS, Packer, Room
+from zephon.plugin import Named, find_named
 from zephon.recipe import BatchSpec, PackingSpec, Recipe, SourceSpec
-from zephon.runners import InlineRunner, make_runner
+from zephon.run.isolate import IsolatedLoader
+from zephon.run.runners import InlineRunner, make_runner
 from zephon.state import FORMAT_VERSION, LaneState
 from zephon.transform import Transform
 from zephon.types import Plan, Ref
@@ -56,7 +55,8 @@ class Stream:
         if recipe.batch is None:
             raise RecipeError(f"{recipe.path} has no [batch], and nothing else says seq_len and global_batch_size.")
         self.recipe, self.batch = recipe, recipe.batch
-        self.runner = make_runner(recipe)  # first: processes start while we load the tokenizer ourselves
+        # Workers first: they start while we load the tokenizer ourselves. An isolated loader has workers of its own.
+        self.runner = InlineRunner() if recipe.run.isolate else make_runner(recipe)
         try:
             self._open(recipe, recipe.batch, progress)
         except BaseException:
@@ -66,23 +66,20 @@ class Stream:
         """Seconds that opening took: tokenizer, index, first rows."""
 
     def _open(self, recipe: Recipe, batch: BatchSpec, progress: Progress | None) -> None:
-        context = Context(batch.seq_len, recipe.tokenizer, recipe.extras)
+        context = Context(batch.seq_len, recipe.tokenizer, recipe.extras, recipe.packing.budgets, recipe.path.parent)
         modalities = [_modality(recipe, spec, context) for spec in recipe.sources]
-        if len(families := {modality.family for modality in modalities}) > 1:
-            raise RecipeError(
-                f"Sources of the families {sorted(families)} cannot share sequences; use one recipe for each."
-            )
-        indexes, kept = _index(recipe, progress), MemberCache(KEPT_BYTES)
+        files = {spec.name: find_files(spec, recipe.path.parent) for spec in recipe.sources}
+        opened = open_sources(files, recipe.run.cache, progress)
         self.sources = tuple(
             Source(
                 spec.name,
-                Catalogue.of(spec.name, [one.shard for one in index], lanes=recipe.lanes, chunk_rows=spec.chunk_rows),
-                JsonlReader(index, kept, max(2, OPEN_FILES // len(recipe.sources))),
+                Catalogue.of(spec.name, opened[spec.name].shards, lanes=recipe.lanes, chunk_rows=spec.chunk_rows),
+                opened[spec.name].reader,
                 modality,
                 _transforms(spec, recipe.path.parent),
                 recipe.seed,
             )
-            for spec, index, modality in zip(recipe.sources, indexes, modalities, strict=True)
+            for spec, modality in zip(recipe.sources, modalities, strict=True)
         )
         for source in self.sources:
             first = np.arange(min(PROBED_ROWS, source.catalogue.rows))
@@ -90,14 +87,16 @@ class Stream:
             if not source.transforms:  # the rows of a map are its own affair; every text is still compared on probes
                 source.modality.probe(source.reader.read(first))
         self.worker = Worker(self.sources)
-        self.builder: Runner = InlineRunner() if modalities[0].cheap_materialise else self.runner
+        self.builder: Runner = InlineRunner() if self.worker.builder.cheap_materialise else self.runner
+        self.room = _room(recipe.packing, batch.seq_len, self.worker.builder)
+        self._packer = _packer(recipe.packing, recipe.path.parent)
         weights = integer_weights([spec.weight for spec in recipe.sources])
         piece = batch.seq_len if recipe.mix.piece == "sequence" else None
         self.mix = Mix(
             weights,
             by_samples=recipe.mix.unit == "samples",
             piece=piece,
-            longest=None if recipe.packing.too_long == "split" else batch.seq_len,
+            longest=None if recipe.packing.too_long == "split" else (self.room.plain, batch.seq_len),
             drop_longer=recipe.packing.too_long == "drop",
             stop=recipe.mix.on_end == "stop",
         )
@@ -143,14 +142,15 @@ class Stream:
 
     def packer(self) -> Packer:
         """A fresh packer."""
-        return make_packer(self.recipe.packing.algorithm, self.batch.seq_len, self.recipe.packing.bins)
+        return self._packer.value(self.room, self.recipe.packing.bins)
 
     def tell_dropped(self, plans: list[Plan]) -> None:
         """Say which samples a training run leaves out at the end of a finite stream."""
-        refs = list(dict.fromkeys(segment.sample.ref for plan in plans for segment in plan))
+        filler = self.room.filler
+        refs = dict.fromkeys(one.sample.ref for plan in plans for one in plan if one.sample is not filler)
         if not refs:
             return
-        shown = ", ".join(self.lane_sources[ref.source].place(ref) for ref in refs[:8])
+        shown = ", ".join(self.lane_sources[ref.source].place(ref) for ref in list(refs)[:8])
         logger.warning(
             "The stream ends with %d of %d sequences of a global batch; they are dropped: %d sample(s), among them %s.",
             len(plans), self.batch.global_batch_size, len(refs), shown,
@@ -192,7 +192,7 @@ class Stream:
                 "sources": [spec.name for spec in recipe.sources],  # their order breaks ties
                 "weights": {spec.name: str(spec.weight.normalize()) for spec in recipe.sources},
             },
-            "packing": _packing_header(recipe.packing),
+            "packing": _packing_header(recipe.packing, self._packer),
             **({"records": list(recipe.extras)} if recipe.extras else {}),
         }
 
@@ -235,66 +235,32 @@ def _transforms(spec: SourceSpec, folder: Path) -> tuple[Transform, ...]:
     return tuple(Transform(kind, name, folder) for kind, name in named if name)
 
 
-def _packing_header(packing: PackingSpec) -> dict[str, Any]:
+def _room(packing: PackingSpec, seq_len: int, builder: Modality) -> Room:
+    """What a sequence holds: budgets in the order of the builder's costs."""
+    for name in packing.budgets:
+        if name not in builder.costs:
+            raise RecipeError(
+                f"[packing.budgets] {name}: the sources of this recipe cost no {name!r}; they cost positions"
+                f"{''.join(f' and {cost}' for cost in builder.costs)}.{nearest(name, builder.costs)}"
+            )
+    budgets, filler = tuple(packing.budgets.get(name, 2**62) for name in builder.costs), builder.filler
+    least = (filler.positions, *filler.atoms[0].costs) if filler else (0, *(0 for _ in budgets))
+    for name, given, needed in zip(("seq_len", *builder.costs), (seq_len, *budgets), least, strict=True):
+        if given <= needed:
+            raise RecipeError(f"{name} = {given}, but what ends a record without media takes {needed} of it by itself.")
+    return Room(seq_len, budgets, filler)
+
+
+def _packer(packing: PackingSpec, folder: Path) -> Named:
+    if packing.algorithm in ALGORITHMS:
+        return Named(ALGORITHMS[packing.algorithm], None)
+    wanted = "a class {0}(room, bins) as zephon.pack.Packer describes it"
+    return find_named("[packing] algorithm", packing.algorithm, folder, wanted)
+
+
+def _packing_header(packing: PackingSpec, packer: Named) -> dict[str, Any]:
     """What of packing decides data; bins only where they are used."""
-    bins = {"bins": packing.bins} if packing.algorithm == "best_fit" else {}
-    return {"algorithm": packing.algorithm, "too_long": packing.too_long, **bins}
-
-
-def find_files(spec: SourceSpec, folder: Path) -> dict[str, Path]:
-    """The files of a source by shard name, sorted: names are relative to the deepest folder that holds them all.
-
-    Raises:
-        RecipeError: a pattern matches nothing, a file has no known format, or is there both plain and compressed.
-    """
-    root, found = folder.absolute(), dict[str, str]()
-    for pattern in spec.paths:
-        wanted = Path(pattern).expanduser()
-        matches = glob.glob(
-            str(wanted if wanted.is_absolute() else Path(glob.escape(str(root))) / wanted), recursive=True
-        )
-        files = sorted((match for match in matches if os.path.isfile(match)), key=lambda match: (len(match), match))
-        if not files and any(os.path.isdir(match) for match in matches):
-            raise RecipeError(
-                f"Source {spec.name!r}: {pattern!r} is a folder. Name its files, as in {pattern + '/*.jsonl'!r}."
-            )
-        if not files:
-            raise RecipeError(
-                f"Source {spec.name!r}: no file matches {pattern!r} (looked from {root}). "
-                "Paths are relative to the recipe; ** crosses folders."
-            )
-        for match in files:  # a file that links lead to twice counts once, under its shortest name
-            found.setdefault(os.path.realpath(match), match)
-    same: dict[str, str] = {}
-    for path in sorted(found.values()):
-        codec = codec_of(path)
-        plain = path.removesuffix(codec.suffix) if codec else path
-        if not plain.endswith((".jsonl", ".ndjson")):
-            also = ", ".join(one.suffix for one in CODECS)
-            raise RecipeError(
-                f"Source {spec.name!r}: {path} is none of the known formats: .jsonl, .ndjson, or these with {also}."
-            )
-        if (other := same.setdefault(plain, path)) != path:
-            raise RecipeError(
-                f"Source {spec.name!r} has both {other} and {path}: the same rows twice. Narrow the pattern, or rename "
-                "one of them if they are not the same."
-            )
-        if codec:
-            codec.decoder()  # says now what must be installed for it
-    paths = [Path(path) for path in found.values()]
-    common = Path(os.path.commonpath([path.parent for path in paths]))
-    return dict(sorted((path.relative_to(common).as_posix(), path) for path in paths))
-
-
-def _index(recipe: Recipe, progress: Progress | None) -> list[list[LineIndex]]:
-    """The index of every source; all files are indexed together, a file that two sources share only once."""
-    files = [find_files(spec, recipe.path.parent) for spec in recipe.sources]
-    every = {str(path): path for mine in files for path in mine.values()}
-    indexed = dict(zip(every, index_files(every, recipe.run.cache, progress), strict=True))
-    out: list[list[LineIndex]] = []
-    for spec, mine in zip(recipe.sources, files, strict=True):
-        index = [indexed[str(path)].named(name) for name, path in mine.items()]
-        if not any(one.shard.rows for one in index):
-            raise RecipeError(f"Source {spec.name!r} has no rows in {len(mine)} files. Remove it, or give it data.")
-        out.append(index)
-    return out
+    bins = {"bins": packing.bins} if packing.algorithm != "concat" else {}
+    code = {"sha256": packer.sha256} if packer.sha256 else {}
+    budgets = {"budgets": dict(packing.budgets)} if packing.budgets else {}
+    return {"algorithm": packing.algorithm, "too_long": packing.too_long, **bins, **code, **budgets}

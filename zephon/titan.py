@@ -13,8 +13,6 @@ import inspect
 import logging
 import math
 import os
-import signal
-import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -25,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
+from numpy.typing import NDArray
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load  # pyright: ignore[reportUnknownVariableType]
 from torchtitan.components.checkpointer import CheckpointManager
@@ -39,6 +38,7 @@ from zephon.ledger import LedgerWriter
 from zephon.loader import check_topology
 from zephon.recipe import Recipe
 from zephon.state import HEADER, compare_headers
+from zephon.stop import StopSignals
 from zephon.stream import Stream
 from zephon.types import Record
 
@@ -110,7 +110,7 @@ class DataLoader(BaseDataLoader):
 
     def __iter__(self) -> Iterator[TitanBatch]:
         for batch in self.loader:
-            tensors = {name: torch.from_numpy(array.astype(np.int64)) for name, array in batch.items()}  # pyright: ignore[reportUnknownMemberType]
+            tensors = {name: torch.from_numpy(_widened(array)) for name, array in batch.items()}  # pyright: ignore[reportUnknownMemberType]
             labels = tensors.pop("labels")
             yield tensors, labels
 
@@ -119,6 +119,11 @@ class DataLoader(BaseDataLoader):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.loader.load_state_dict(state_dict)
+
+
+def _widened(array: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Ids and positions as int64, which embeddings and losses want; pixels as they are."""
+    return array.astype(np.int64) if array.dtype == np.int32 else array
 
 
 class Validator(TitanValidator):
@@ -137,7 +142,7 @@ class Validator(TitanValidator):
             loss, more = loss_fn(*args, **kwargs)
             return loss.double(), more
 
-        super().__init__(config, loss_fn=in_float64, **others)
+        super().__init__(config, loss_fn=in_float64, **others)  # pyright: ignore[reportUnknownMemberType, reportArgumentType]
 
 
 class Trainer(TitanTrainer):
@@ -156,7 +161,7 @@ class Trainer(TitanTrainer):
 
     def __init__(self, config: Config) -> None:
         self._ledger: _Ledger | None = None
-        self._stop: _StopSignals | None = None
+        self._stop: StopSignals | None = None
         training = config.training
         if not isinstance(config.dataloader, DataLoader.Config):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RecipeError(
@@ -231,7 +236,7 @@ class Trainer(TitanTrainer):
             )
         if isinstance(self.checkpointer, CheckpointManager) and self.checkpointer.enable:
             self._check_checkpoint(self.checkpointer)
-        with _StopSignals() as self._stop:
+        with StopSignals() as self._stop:
             super().train()
 
     def should_continue_training(self) -> bool:
@@ -292,41 +297,6 @@ class Trainer(TitanTrainer):
         super().close()
         if self._ledger:
             self._ledger.close()
-
-
-class _StopSignals:
-    """SIGTERM and SIGUSR1, with which Slurm announces the end of a job: noted, and agreed on between steps.
-
-    A signal reaches ranks at different moments, so all of them ask all of them at every step boundary, over gloo: some
-    0.1 ms, and no wait for an accelerator.
-    """
-
-    def __init__(self) -> None:
-        self._seen = False
-        self._before: dict[signal.Signals, Any] = {}
-        self._group: Any = None
-
-    def __enter__(self) -> "_StopSignals":
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")  # pyright: ignore[reportUnknownMemberType]
-        if threading.current_thread() is threading.main_thread():
-            for one in (signal.SIGTERM, signal.SIGUSR1):
-                self._before[one] = signal.signal(one, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for one, before in self._before.items():
-            signal.signal(one, before)
-
-    def agreed(self) -> bool:
-        """Whether any rank has had a signal; the same answer on all of them."""
-        seen = torch.tensor([int(self._seen)])
-        if self._group is not None:
-            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group)  # pyright: ignore[reportUnknownMemberType]
-        return bool(seen.item())
-
-    def _note(self, *_: object) -> None:
-        self._seen = True
 
 
 class _Ledger:

@@ -4,10 +4,7 @@
 workers. A function may take a second argument, a `Draw`: randomness keyed by the row, the same in every run.
 """
 
-import hashlib
-import importlib
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +12,8 @@ from typing import Any
 
 from zephon.errors import DataError, RecipeError
 from zephon.keyed import Draw
-from zephon.types import Measured, Row
+from zephon.plugin import find_named
+from zephon.types import Atom, Measured, Row
 
 FILTERED = "filtered"
 """Counter of the rows that a filter or a map dropped."""
@@ -35,24 +33,14 @@ class Transform:
 
     def __init__(self, kind: str, name: str, folder: Path) -> None:
         self.kind, self.name = kind, name
-        module_name, _, function_name = name.partition(":")
-        if not module_name or not function_name.isidentifier():
-            raise RecipeError(f"{kind} must be 'module:function', it is {name!r}.")
-        beside = str(folder.resolve())
-        if beside not in sys.path:
-            sys.path.append(beside)
+        wanted = "a function {0}(row) or {0}(row, draw)"
+        found = find_named(kind, name, folder, wanted)
+        self._function: Callable[..., Any] = found.value
+        self._sha256 = found.sha256
         try:
-            module = importlib.import_module(module_name)
-            self._function: Callable[..., Any] = getattr(module, function_name)
-            arguments = len(inspect.signature(self._function).parameters)
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
-            raise RecipeError(
-                f"{kind} = {name!r} cannot be used: {error}. The module must be importable, or lie beside the recipe "
-                f"as {module_name}.py, and hold a function {function_name}(row) or {function_name}(row, draw)."
-            ) from error
-        self._draws = arguments > 1
-        file = getattr(module, "__file__", None)
-        self._sha256 = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+            self._draws = len(inspect.signature(self._function).parameters) > 1
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"{kind} = {name!r} is no function that can be called: {error}.") from error
 
     def fingerprint(self) -> dict[str, Any]:
         """The name, and a hash of the file that holds the function."""
@@ -99,13 +87,15 @@ def transform(
 def spread(measured: Measured, origin: Sequence[int], rows: int) -> Measured:
     """What was measured on transformed rows, in terms of the rows before; a dropped row gives one empty sample."""
     of_row, positions, payloads = list[int](), list[int](), list[Any]()
-    counts: dict[int, tuple[str, ...]] = {}
+    counts, atoms = dict[int, tuple[str, ...]](), dict[int, tuple[Atom, ...]]()
     sample = 0
     for row in range(rows):
         before = sample
         while sample < len(measured.rows) and origin[measured.rows[sample]] == row:
             if sample in measured.counts:
                 counts[len(of_row)] = measured.counts[sample]
+            if sample in measured.atoms:
+                atoms[len(of_row)] = measured.atoms[sample]
             of_row.append(row)
             positions.append(measured.positions[sample])
             payloads.append(measured.payloads[sample])
@@ -115,4 +105,4 @@ def spread(measured: Measured, origin: Sequence[int], rows: int) -> Measured:
             of_row.append(row)
             positions.append(0)
             payloads.append(None)
-    return Measured(of_row, positions, payloads, counts)
+    return Measured(of_row, positions, payloads, counts, atoms)

@@ -24,8 +24,10 @@ class Blob(Protocol):
     raises is a `DataError` that names the file.
     """
 
-    size: int
-    """Bytes in all."""
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        ...
 
     @property
     def place(self) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zephon.catalogue import Catalogue
-from zephon.errors import DataError
+from zephon.errors import DataError, RecipeError
 from zephon.keyed import Draw, make_key
 from zephon.modality import BadRowError, Modality
 from zephon.transform import FILTERED, Transform, spread, transform
@@ -65,6 +65,8 @@ class Worker:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = tuple(sources)
+        self.builder = _builder([source.modality for source in sources])
+        """The modality that builds records: the one that can build the samples of all."""
 
     def measure(self, source: int, rows: NDArray[np.int64], epochs: NDArray[np.int64]) -> Measured:
         """Read rows of one source, filter and map them, and size their samples.
@@ -104,16 +106,27 @@ class Worker:
 
     def materialise(self, plans: Sequence[Plan]) -> Batch:
         """Build one micro-batch from plans."""
-        return self._sources[0].modality.materialise(plans)
+        return self.builder.materialise(plans)
 
     def records(self, batch: Batch) -> list[Record]:
         """Split a micro-batch into the records that digests are made of."""
-        return self._sources[0].modality.records(batch)
+        return self.builder.records(batch)
 
     def close(self) -> None:
         """Release files."""
         for source in self._sources:
             source.reader.close()
+
+
+def _builder(modalities: Sequence[Modality]) -> Modality:
+    families = {modality.family for modality in modalities}
+    for modality in modalities:
+        if families <= {modality.family, *modality.builds}:
+            return modality
+    raise RecipeError(
+        f"The sources make samples of {sorted(families)}, and no modality among theirs builds sequences that hold all "
+        "of them. Use one recipe for each, or the same options for sources of one modality."
+    )
 
 
 class Handle(Protocol[T_co]):

@@ -19,8 +19,10 @@ _LEAST_CHARACTERS = 200
 _BOS, _EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 
-def build(folder: Path, megabytes: float = 4.0, vocab: int = VOCAB) -> dict[str, int]:
+def build(folder: Path, megabytes: float = 4.0, vocab: int = VOCAB, marks: tuple[str, ...] = ()) -> dict[str, int]:
     """Write `docs/`, `code/` and `tokenizer/` under `folder`, at most `megabytes` a source.
+
+    `marks` are control tokens of the tokenizer beside BOS and EOS.
 
     Returns:
         Documents of each source.
@@ -41,7 +43,7 @@ def build(folder: Path, megabytes: float = 4.0, vocab: int = VOCAB) -> dict[str,
             (folder / name / f"shard-{shard}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         counts[name] = len(chosen)
         texts += chosen[:300]
-    train_tokenizer(texts, folder / "tokenizer", vocab)
+    train_tokenizer(texts, folder / "tokenizer", vocab, marks)
     return counts
 
 
@@ -92,14 +94,14 @@ def _code() -> Iterator[str]:
                 yield text
 
 
-def train_tokenizer(texts: list[str], folder: Path, vocab: int = VOCAB) -> None:
+def train_tokenizer(texts: list[str], folder: Path, vocab: int = VOCAB, marks: tuple[str, ...] = ()) -> None:
     """Train a byte-level BPE of `vocab` entries and write it as a folder that `transformers` would read."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=[_BOS, _EOS], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab, special_tokens=[_BOS, _EOS, *marks], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from rich.table import Table
 from zephon.digest import lane_digest
 from zephon.feed import TASK_BYTES
 from zephon.loader import Loader
-from zephon.runners import InlineRunner
+from zephon.run.runners import InlineRunner
 from zephon.stream import Stream
 from zephon.types import Batch, Measured, Plan
 from zephon.worker import Source, Worker

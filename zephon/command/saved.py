@@ -21,15 +21,43 @@ def write_state(loaders: Sequence[Loader], folder: Path) -> None:
     at.mkdir(parents=True, exist_ok=True)
     for loader in loaders:
         for key, raw in loader.state_dict().items():
-            private = at / f".{key}.{os.getpid()}"
-            try:
-                with private.open("wb") as file:
-                    file.write(raw)
-                    file.flush()
-                    os.fsync(file.fileno())
-                private.replace(at / key)
-            finally:
-                private.unlink(missing_ok=True)
+            _keep(at / key, raw)
+
+
+def _keep(at: Path, raw: bytes) -> None:
+    """Write a file that is there whole or not at all; while it is written it has no name that a kill could leave.
+
+    Only where other bytes are there already, or where the file system has no files without names, is it renamed.
+    """
+    private, folder, fd = at.with_name(f".{at.name}.{os.getpid()}"), os.open(at.parent, os.O_RDONLY | os.O_CLOEXEC), -1
+    try:
+        try:
+            fd = os.open(at.parent, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o666)
+        except OSError:
+            fd = os.open(private, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with open(fd, "wb", closefd=False) as file:
+            file.write(raw)
+        os.fsync(fd)
+        if not private.exists() and not _named(fd, at.name, folder):
+            if at.read_bytes() == raw:
+                return
+            _named(fd, private.name, folder)
+        if private.exists():
+            private.replace(at)
+    finally:
+        os.close(folder)
+        if fd >= 0:
+            os.close(fd)
+        private.unlink(missing_ok=True)
+
+
+def _named(fd: int, name: str, folder: int) -> bool:
+    """Give an open file a name; False where that is taken. Only where a folder is named does Python follow links."""
+    try:
+        os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=folder, follow_symlinks=True)
+    except FileExistsError:
+        return False
+    return True
 
 
 def read_state(folder: Path) -> dict[str, bytes]:

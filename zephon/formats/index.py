@@ -24,6 +24,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,11 @@ from zephon.formats.compressed import MEMBER_BYTES, CompressedFile, Copies, Desc
 from zephon.formats.lines import Offsets, Rows, scan_block
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Stamp = dict[str, int | str]
+"""What tells one state of a file from another."""
 
 Progress = Callable[[int, int], None]
 """Called with bytes of the files done and in all; from any thread, but never twice at once."""
@@ -46,7 +52,6 @@ _BLOCK = 32 * 1024 * 1024  # bytes one thread takes at a time: 8 blocks in fligh
 _THREADS = 8
 _MAPPED_BYTES = 256 * 1024  # indexes up to this are read; 1,000 shards of one row need not keep 1,000 files open
 _EDGE = 4096  # bytes of head and tail that tell a changed file of the same size and time
-Stamp = dict[str, int | str]
 
 
 class LineIndex:
@@ -108,20 +113,33 @@ def index_files(files: dict[str, Path], cache: Path, progress: Progress | None =
         DataError: a compressed file is cut or damaged; names the compressed byte.
         UsageError: there is no room for a decompressed copy.
     """
-    found = {name: _load(name, path, cache) for name, path in files.items()}
-    if all(found.values()):
-        return [index for index in found.values() if index]
-    with _lock(cache / "index") as locked:
-        if locked:
-            _sweep(cache / "index")
-            _sweep(cache / "decompressed")
-        missing: dict[str, Path] = {}
-        for name, path in files.items():
-            found[name] = found[name] or _load(name, path, cache)
-            if found[name] is None:
-                missing[name] = path
-        found.update(_build_all(missing, cache, locked, progress))
-    return [index for index in found.values() if index]
+    return from_cache(
+        files,
+        cache,
+        lambda name, path: _load(name, path, cache),
+        lambda missing, locked: _build_all(missing, cache, locked, progress),
+    )
+
+
+def from_cache(
+    files: dict[str, Path],
+    cache: Path,
+    load: Callable[[str, Path], T | None],
+    build: Callable[[dict[str, Path], bool], dict[str, T]],
+) -> list[T]:
+    """The index of every file: what `load` finds, and what `build` makes where that is None.
+
+    Builders take turns where the file system has locks; `build` is told whether it holds one, and stores what it makes.
+    """
+    found = {name: load(name, path) for name, path in files.items()}
+    if any(index is None for index in found.values()):
+        with _lock(cache / "index") as locked:
+            if locked:
+                _sweep(cache / "index")
+                _sweep(cache / "decompressed")
+            found = {name: load(name, files[name]) if index is None else index for name, index in found.items()}
+            found.update(build({name: files[name] for name, index in found.items() if index is None}, locked))
+    return [index for index in found.values() if index is not None]
 
 
 def _cache_file(path: Path, cache: Path) -> Path:
@@ -134,53 +152,68 @@ def _copy_file(path: Path, stamp: Stamp, cache: Path) -> Path:
     return cache / "decompressed" / f"{_cache_file(path, cache).stem}-{state}.jsonl"
 
 
-def _stamp(path: Path) -> Stamp:
-    """What must be unchanged for an index to hold."""
+def stamp_of(path: Path, layout: int | str) -> Stamp:
+    """What must be unchanged for an index to hold; `layout` is the kind of index, and its version."""
     stat = path.stat()
     with path.open("rb") as file:
         head = file.read(_EDGE)
         file.seek(max(0, stat.st_size - _EDGE))
         edges = hashlib.sha256(head + file.read(_EDGE)).hexdigest()[:32]
-    return {"format": _FORMAT, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "edges": edges}
+    return {"format": layout, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "edges": edges}
 
 
 def _load(name: str, path: Path, cache: Path) -> LineIndex | None:
     """The cached index of `path`, or None where there is none that still holds."""
+
+    def use(stamp: Stamp, meta: dict[str, Any], offsets: Offsets) -> LineIndex | None:
+        rows, members, size = int(meta["rows"]), int(meta["members"]), int(meta["size"])
+        if len(offsets) != rows + 1 + (2 * (members + 1) if members else 0):
+            return None
+        copy = None
+        if codec_of(path) and not members and not (copy := Copies.find(_copy_file(path, stamp, cache), size)):
+            return None
+        table = offsets[rows + 1 :].reshape(2, members + 1) if members else None
+        return LineIndex(Shard(name, str(path), rows, size, meta["sha256"]), offsets[: rows + 1], table, copy)
+
+    return load_kept(path, cache, _FORMAT, use)
+
+
+def load_kept(
+    path: Path, cache: Path, layout: int | str, use: Callable[[Stamp, dict[str, Any], Offsets], T | None]
+) -> T | None:
+    """What `use` makes of the stamp, the first line and the numbers of a cached index; None where none holds.
+
+    A KeyError, TypeError or ValueError of `use` means that the index is damaged.
+    """
     at = _cache_file(path, cache)
     try:
         with at.open("rb") as file:
             head = file.readline()
         meta = json.loads(head)
-        stamp = _stamp(path)
+        stamp = stamp_of(path, layout)
         if {key: meta.get(key) for key in stamp} != stamp:
             return None
-        rows, members, size = int(meta["rows"]), int(meta["members"]), int(meta["size"])
-        count = rows + 1 + (2 * (members + 1) if members else 0)
-        if at.stat().st_size != len(head) + 8 * count:
-            return None
-        copy = None
-        if codec_of(path) and not members and not (copy := Copies.find(_copy_file(path, stamp, cache), size)):
-            return None
-        offsets = _offsets(at, len(head), count)
-        table = offsets[rows + 1 :].reshape(2, members + 1) if members else None
-        return LineIndex(Shard(name, str(path), rows, size, meta["sha256"]), offsets[: rows + 1], table, copy)
+        return use(stamp, meta, _offsets(at, len(head)))
     except OSError:
         path.stat()  # the data file itself must be there; for an index any reason is good enough
         return None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         logger.warning("The index %s is damaged; indexing %s again.", at, path)
         return None
 
 
-def _offsets(at: Path, start: int, count: int) -> Offsets:
+def _offsets(at: Path, start: int) -> Offsets:
     """Offsets from an index file: mapped, or read where they are few, since every mapping holds an open file."""
+    count, odd = divmod(at.stat().st_size - start, 8)
+    if odd:
+        raise ValueError(f"{odd} bytes too many")
     if 8 * count > _MAPPED_BYTES:
         with contextlib.suppress(OSError):  # too many open files
             return np.memmap(at, dtype="<u8", mode="r", offset=start, shape=(count,))
     return np.fromfile(at, dtype="<u8", count=count, offset=start)
 
 
-class _Meter:
+class Meter:
     """Sums up what several threads have done, and stops them when the result is no longer wanted."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
@@ -219,11 +252,11 @@ def _build_all(files: dict[str, Path], cache: Path, locked: bool, progress: Prog
 
     Plain files go block by block, compressed ones as a whole: their members are only found one after the other.
     """
-    stamps = {name: _stamp(path) for name, path in files.items()}
+    stamps = {name: stamp_of(path, _FORMAT) for name, path in files.items()}
     total = sum(int(stamp["bytes"]) for stamp in stamps.values())
     if total > _BLOCK:
         logger.info("Indexing %d files, %.1f MB, once; the index is kept in %s.", len(files), total / 1e6, cache)
-    built, meter, copies = dict[str, LineIndex](), _Meter(total, progress), Copies(cache / "decompressed", locked)
+    built, meter, copies = dict[str, LineIndex](), Meter(total, progress), Copies(cache / "decompressed", locked)
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         try:
             blocks = {name: _submit(pool, path, stamps[name], copies, meter) for name, path in files.items()}
@@ -234,7 +267,7 @@ def _build_all(files: dict[str, Path], cache: Path, locked: bool, progress: Prog
                 digest = hashlib.sha256(b"".join(scan.hashes)).hexdigest()
                 shard = Shard(name, str(path), len(starts) - 1, scan.size, digest)
                 built[name] = LineIndex(shard, starts, scan.members, scan.copy)
-                if _stamp(path) != stamp:
+                if stamp_of(path, _FORMAT) != stamp:
                     raise DataError(f"{path} was changed while it was indexed. Start again when it is complete.")
                 _store(stamp, built[name], cache)
         except BaseException:
@@ -244,7 +277,7 @@ def _build_all(files: dict[str, Path], cache: Path, locked: bool, progress: Prog
     return built
 
 
-def _submit(pool: ThreadPoolExecutor, path: Path, stamp: Stamp, copies: Copies, meter: _Meter) -> Callable[[], _Scan]:
+def _submit(pool: ThreadPoolExecutor, path: Path, stamp: Stamp, copies: Copies, meter: Meter) -> Callable[[], _Scan]:
     """Have a file scanned; returns what waits for the result."""
     if codec := codec_of(path):
         at = _copy_file(path, stamp, copies.folder.parent)
@@ -262,7 +295,7 @@ def _submit(pool: ThreadPoolExecutor, path: Path, stamp: Stamp, copies: Copies, 
     return join
 
 
-def _scan_compressed(file: CompressedFile, at: Path, copies: Copies, meter: _Meter) -> _Scan:
+def _scan_compressed(file: CompressedFile, at: Path, copies: Copies, meter: Meter) -> _Scan:
     """One pass over a compressed file; a second one, into a copy at `at`, where it cannot be read in place."""
     told = 0
 
@@ -312,25 +345,27 @@ class _Layout:
 
 
 def _store(stamp: Stamp, index: LineIndex, cache: Path) -> None:
-    """Keep an index; where the cache cannot be written the run goes on without."""
     shard, count = index.shard, 0 if index.members is None else index.members.shape[1] - 1
     about = {"rows": shard.rows, "members": count, "size": shard.bytes, "sha256": shard.sha256}
-    meta = json.dumps({**stamp, **about}).encode()
+    numbers = [index.starts] if index.members is None else [index.starts, index.members]
+    keep(Path(shard.path), cache, {**stamp, **about}, numbers)
+
+
+def keep(path: Path, cache: Path, about: dict[str, Any], numbers: list[Offsets]) -> None:
+    """Keep an index of `path`: what `load_kept` gives back. Where that cannot be written the run goes on without."""
+    meta = json.dumps(about).encode()
     meta += b" " * (-(len(meta) + 1) % 64) + b"\n"
-    at = _cache_file(Path(shard.path), cache)
+    at = _cache_file(path, cache)
     private = private_name(at)
     try:
         at.parent.mkdir(parents=True, exist_ok=True)
         with private.open("wb") as file:
             file.write(meta)
-            file.write(index.starts.astype("<u8").tobytes())
-            if index.members is not None:
-                file.write(index.members.astype("<u8").tobytes())
+            for array in numbers:
+                file.write(array.astype("<u8").tobytes())
         private.replace(at)
     except OSError as error:
-        logger.warning(
-            "Cannot keep the index of %s in %s (%s); it will be made again next time.", shard.path, at, error
-        )
+        logger.warning("Cannot keep the index of %s in %s (%s); it will be made again next time.", path, at, error)
         with contextlib.suppress(OSError):
             private.unlink()
 

@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from zephon import wire
-from zephon.child import Child
 from zephon.errors import DataError
 from zephon.loader import Loader, Stats
+from zephon.run.child import Child
+from zephon.run.wire import receive, send
 from zephon.types import Batch
 
 if TYPE_CHECKING:
@@ -47,17 +47,20 @@ class IsolatedLoader(Loader):
         """The next message of this turn; batches from before the last restore are passed over."""
         try:
             while True:
-                turn, batch, state, stats = wire.receive(self._child.link)
+                turn, batch, state, stats = receive(self._child.link)
                 if turn == self._turn:
                     if batch is not None:
-                        wire.send(self._child.link, ("taken", turn))
+                        send(self._child.link, ("taken", turn))
                     return batch, state, stats
         except (EOFError, OSError) as error:
-            code = self._child.process.wait()
-            raise DataError(
-                f"The process of the isolated loader died (exit code {code}; -9 is SIGKILL, often for want of memory). "
-                "What it had not handed over is not lost: resume from the last checkpoint."
-            ) from error
+            raise self._died() from error
+
+    def _died(self) -> DataError:
+        code = self._child.process.wait()
+        return DataError(
+            f"The process of the isolated loader died (exit code {code}; -9 is SIGKILL, often for want of memory). "
+            "What it had not handed over is not lost: resume from the last checkpoint."
+        )
 
     def state_dict(self) -> dict[str, bytes]:
         self._check_between_steps()
@@ -67,7 +70,10 @@ class IsolatedLoader(Loader):
         super().load_state_dict(state)  # refuses what does not belong here, in this process
         mine = super().state_dict()
         self._saved, self._stats, self._turn, self._ended = mine, super().stats(), self._turn + 1, False
-        wire.send(self._child.link, ("load", self._turn, mine))
+        try:
+            send(self._child.link, ("load", self._turn, mine))
+        except OSError as error:
+            raise self._died() from error
 
     def stats(self) -> Stats:
         return self._stats

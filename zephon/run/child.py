@@ -16,8 +16,8 @@ import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from zephon import wire
 from zephon.errors import ZephonError
+from zephon.run.wire import hang_up, receive, send
 
 if TYPE_CHECKING:
     from zephon.recipe import Recipe
@@ -41,14 +41,15 @@ class Child:
 
     def __init__(self, role: str, task: Any) -> None:
         self.link, theirs = socket.socketpair()
-        command = [sys.executable, "-c", "from zephon.child import main; main()", str(theirs.fileno())]
+        command = [sys.executable, "-c", "from zephon.run.child import main; main()", str(theirs.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
-        wire.send(self.link, (sys.path, logging.getLogger().level, role, task))
+        with contextlib.suppress(OSError):  # it died at once: whoever waits for its first answer will say so
+            send(self.link, (sys.path, logging.getLogger().level, role, task))
 
     def close(self) -> None:
         """Hang up and wait; a child that does not end is killed."""
-        wire.hang_up(self.link)
+        hang_up(self.link)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_PATIENCE)
             return
@@ -69,12 +70,12 @@ def serve_worker(link: socket.socket, recipe: "Recipe") -> None:
 
     with Stream(replace(recipe, run=replace(recipe.run, runner="inline", workers=1, isolate=False))) as stream:
         while True:
-            number, name, args = wire.receive(link)
+            number, name, args = receive(link)
             try:
                 answer = (number, True, getattr(stream.worker, name)(*args))
             except Exception as error:
                 answer = (number, False, failure(error))
-            wire.send(link, answer)
+            send(link, answer)
 
 
 def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> None:
@@ -107,11 +108,11 @@ def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> 
             try:
                 batch = next(loader)
             except Exception as error:
-                wire.send(link, (turn, None, None if isinstance(error, StopIteration) else failure(error), None))
+                send(link, (turn, None, None if isinstance(error, StopIteration) else failure(error), None))
                 live = False
                 continue
             ends = loader.between_steps
-            wire.send(
+            send(
                 link,
                 (
                     turn,
@@ -126,7 +127,7 @@ def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> 
 def _listen(link: socket.socket, asked: "queue.Queue[tuple[Any, ...] | None]") -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
-            asked.put(wire.receive(link))
+            asked.put(receive(link))
     asked.put(None)
 
 
@@ -136,6 +137,6 @@ def main() -> None:
         signal.signal(one, signal.SIG_IGN)
     link = socket.socket(fileno=int(sys.argv[1]))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        sys.path[:], level, role, task = wire.receive(link)
+        sys.path[:], level, role, task = receive(link)
         logging.basicConfig(level=level)
         {"worker": serve_worker, "loader": serve_loader}[role](link, task)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from zephon import wire
-from zephon.child import Child
 from zephon.recipe import Recipe
+from zephon.run.child import Child
+from zephon.run.wire import hang_up, receive, send
 from zephon.worker import Handle, Runner
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ class _Hand:
 
     def _send(self, number: int, name: str, args: tuple[Any, ...]) -> None:
         with contextlib.suppress(OSError):  # it has died: the reader notices, and sends the task again
-            wire.send(self._child.link, (number, name, args))
+            send(self._child.link, (number, name, args))
 
     def _read(self) -> None:
         """Hand out answers; replace the process when it dies."""
@@ -120,7 +120,7 @@ class _Hand:
         while True:
             link: socket.socket = self._child.link
             try:
-                number, good, value = wire.receive(link)
+                number, good, value = receive(link)
             except (EOFError, OSError):
                 with self._lock:
                     if self._closing:
@@ -131,7 +131,7 @@ class _Hand:
                     if deaths > DEATHS:
                         self._give_up(code)
                         return
-                    wire.hang_up(link)
+                    hang_up(link)
                     self._child = Child("worker", self._recipe)
                     for again, (name, args, _) in self._tasks.items():
                         self._send(again, name, args)

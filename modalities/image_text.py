@@ -1,0 +1,355 @@
+"""Images and text: a row's parts, in order, become one sample whose images are placeholders until the very end.
+
+Measuring looks at headers alone. A run of placeholders, with the tokens around it, is an atom: it is never cut. Pixels
+are decoded when a sequence is built, and travel as uint8 patches: `recipes.titan_image_text` normalises them and adds
+the temporal copy on the device.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modalities.images import Geometry, ImageError, codec_versions, expand, load, patchify, read_size
+from modalities.options import Options
+from modalities.parts import OPTIONS, Layout, MediaError, Part, PartsError
+from modalities.presets import PRESETS, Preset
+from modalities.sequences import IGNORED, Ids, build
+from modalities.spans import Picture, fit, grid_positions
+from modalities.tokenizer import TextTokenizer
+from zephon.errors import DataError, RecipeError, UsageError
+from zephon.modality import LATE, BadRowError, Context
+from zephon.types import Atom, Batch, Measured, Plan, Record, Ref, Row, Sample
+
+logger = logging.getLogger(__name__)
+
+COUNTERS = (
+    "empty", "surrogates", "special tokens in text", "no image", "no text", "unusable row", "unreadable image",
+    "over budget", "shrunk to fit", "broken image",
+)  # fmt: skip
+BROKEN = COUNTERS.index("broken image")
+
+
+class Style(NamedTuple):
+    """What a source wants of its pictures when they are built."""
+
+    background: tuple[int, int, int]
+    strict: bool
+
+
+class Mixed(NamedTuple):
+    """The payload of a sample: `m` ids, which are trained, its pictures, and how they are to be built."""
+
+    ids: Ids
+    trained: NDArray[np.bool_]
+    pictures: tuple[Picture, ...]
+    style: Style
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Ids of the control tokens that surround and stand for images."""
+
+    start: int
+    pad: int
+    end: int
+    video: int | None
+
+    @staticmethod
+    def of(tokenizer: TextTokenizer, preset: Preset) -> "Marks":
+        """The marks of a preset, as a tokenizer numbers them."""
+        found = [tokenizer.id_of(token) for token in preset.tokens]
+        missing = [token for token, number in zip(preset.tokens, found, strict=True) if number is None]
+        if missing[:1] and missing != [preset.tokens[-1]]:
+            raise RecipeError(
+                f"The tokenizer in {tokenizer.folder} has no {', '.join(missing)}, with which this preset marks "
+                "images. Use the model's own tokenizer, or another preset."
+            )
+        start, pad, end, video = found
+        return Marks(cast(int, start), cast(int, pad), cast(int, end), video)
+
+
+class ImageText:
+    """Images and text, mixed freely with sources of plain text.
+
+    Args:
+        options: see "Images and text" in recipes/README.md.
+        context: sequence length, tokenizer, budgets, and what the modalities of a stream share.
+    """
+
+    builds: tuple[str, ...] = ("tokens",)
+    costs: tuple[str, ...] = ("patches", "images")
+    cheap_materialise = False
+    counters = COUNTERS
+
+    def __init__(self, options: Mapping[str, Any], context: Context) -> None:
+        sizes = ("min_pixels", "max_pixels", "max_patches", "max_patches_per_side")
+        rules = ("preset", "pixels", "background", "over_budget", "keep_whole", "on_error")
+        given = Options("image_text", options, (*OPTIONS, *rules, *sizes))
+        self._layout = Layout.of(given, context.folder)
+        self.preset = PRESETS[given.choice("preset", list(PRESETS))]
+        asked = {name: given.number(name, None) for name in sizes}
+        self.geometry: Geometry = _changed(self.preset.geometry, asked)
+        self._floats = given.choice("pixels", ("uint8", "float32")) == "float32"
+        self._over = given.choice("over_budget", ("split", "shrink", "drop"))
+        self._whole = given.flag("keep_whole", True)
+        self._style = Style(
+            given.colour("background", (255, 255, 255)), given.choice("on_error", ("skip", "raise")) == "raise"
+        )
+        spec = context.tokenizer
+        if spec is None:
+            raise RecipeError("There is no [tokenizer]; an image_text source needs one.")
+        self._tokenizer: TextTokenizer = context.share(("tokenizer", spec), lambda: TextTokenizer(spec))
+        self.marks = Marks.of(self._tokenizer, self.preset)
+        self._seq_len, self._extras = context.seq_len, context.extras
+        patches, images = (context.budgets.get(name, 2**62) for name in self.costs)
+        self._most = context.seq_len, patches, images
+        shown = {**vars(self.geometry), "mrope": self.preset.mrope, "floats": self._floats}
+        for one in ("min_pixels", "max_pixels", "max_patches", "max_patches_per_side"):
+            shown.pop(one)  # sources may differ in how large their images are
+        self.family = f"images {shown}"
+        self.filler = self._null_image()
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {
+            **self._layout.fingerprint(),
+            "geometry": vars(self.geometry) | {"mrope": self.preset.mrope},
+            "pixels": "float32" if self._floats else "uint8",
+            "background": list(self._style.background),
+            "over_budget": self._over,
+            "keep_whole": self._whole,
+            "on_error": "raise" if self._style.strict else "skip",
+            "codecs": codec_versions(),
+            "marks": vars(self.marks),
+            "tokenizer": self._tokenizer.fingerprint,
+        }
+
+    def probe(self, rows: Sequence[Row]) -> None:
+        """Compare the two tokenizer libraries on the first texts of the source."""
+        texts = [part for row in rows for part in self._parts(row)[0] if isinstance(part, str)]
+        self._tokenizer.compare([self._tokenizer.clean(text) or text for text in texts], "the first rows of a source")
+
+    def measure(self, rows: Sequence[Row]) -> Measured:
+        """One sample a row, its images sized from their headers.
+
+        Raises:
+            BadRowError: a row cannot be used, and `on_error` is "raise".
+        """
+        found, texts = list[_Row](), list[str]()
+        for number, row in enumerate(rows):
+            parts, reason, why = self._parts(row)
+            if reason and self._style.strict:
+                raise BadRowError(number, why)
+            one = _Row(parts, [reason] if reason else [])
+            found.append(one)
+            for part in parts:
+                if isinstance(part, str):
+                    texts.append(self._cleaned(part, one.counts))
+        ids, offsets = self._tokenizer.encode(texts)
+        at = 0
+        samples: list[tuple[Mixed | None, int, tuple[Atom, ...]]] = []
+        for number, one in enumerate(found):
+            encoded = [ids[offsets[at + i] : offsets[at + i + 1]] for i in range(one.texts)]
+            at += one.texts
+            try:
+                samples.append(self._sample(one, encoded))
+            except (ImageError, DataError) as error:
+                if self._style.strict or isinstance(error, DataError):
+                    raise BadRowError(number, str(error)) from error
+                logger.warning("%s: left out: %s", _place(one.parts), error)
+                one.counts.append("unreadable image")
+                samples.append((None, 0, ()))
+        return Measured(
+            range(len(found)),
+            [positions for _, positions, _ in samples],
+            [payload for payload, _, _ in samples],
+            {i: tuple(one.counts) for i, one in enumerate(found) if one.counts},
+            {i: atoms for i, (_, _, atoms) in enumerate(samples) if atoms},
+        )
+
+    def materialise(self, plans: Sequence[Plan]) -> Batch:
+        """Text as ever, then `pixel_values` uint8 [patches, 3·p²] and `grid_thw` int32 [images, 3] of all sequences.
+
+        With `pixels = "float32"` patches are normalised and hold the temporal copy: float32 [patches, 3·t·p²].
+        """
+        batch = build(plans, self._seq_len, self._extras)
+        pictures, late = list[NDArray[np.uint8]](), list[tuple[int, int, int]]()
+        grids: list[tuple[int, int, int]] = []
+        if self.preset.mrope:
+            batch["mrope_positions"] = np.repeat(batch["positions"][:, :, None], 3, axis=2)
+        for i, plan in enumerate(plans):
+            at = 0
+            for sample, start, end in plan:
+                inside = [] if not isinstance(sample.payload, Mixed) else _inside(sample.payload, start, end)
+                style = sample.payload.style if inside else self._style
+                broken = False
+                for picture in inside:
+                    patches = self._patches(picture, style)
+                    broken = broken or patches is None
+                    pictures.append(np.zeros(self._shape(picture), np.uint8) if patches is None else patches)
+                    grids.append(self.geometry.grid(picture.height, picture.width))
+                if self.preset.mrope and inside:
+                    grid_positions(batch["mrope_positions"][i, at : at + end - start], start, inside, self.geometry)
+                if broken:
+                    batch["labels"][i, at : at + end - start] = IGNORED
+                    late.append((i, sample.ref.source, BROKEN))
+                at += end - start
+        nothing = np.empty((0, 3 * self.geometry.patch_size**2), np.uint8)
+        patches = np.concatenate([nothing, *pictures])
+        batch["pixel_values"] = self._expanded(patches) if self._floats else patches
+        batch["grid_thw"] = np.asarray(grids, np.int32).reshape(-1, 3)
+        if late:
+            batch[LATE] = np.asarray(late, np.int32)
+        return batch
+
+    def records(self, batch: Batch) -> list[Record]:
+        """Split a micro-batch, int32 again where a trainer widened it; runs of placeholders say whose an image is."""
+        whole = {
+            name: np.ascontiguousarray(array, dtype=array.dtype if name == "pixel_values" else "<i4")
+            for name, array in batch.items()
+        }
+        pads = whole["input"] == self.marks.pad
+        runs = (pads[:, 1:] & ~pads[:, :-1]).sum(axis=1) + pads[:, 0]
+        images = np.concatenate([[0], np.cumsum(runs)])
+        patches = np.concatenate([[0], np.cumsum(whole["grid_thw"].prod(axis=1))])  # pyright: ignore[reportAttributeAccessIssue]
+        out: list[Record] = []
+        for i in range(len(pads)):
+            first, end = int(images[i]), int(images[i + 1])
+            record = {name: array[i] for name, array in whole.items() if name not in ("pixel_values", "grid_thw")}
+            record["grid_thw"] = whole["grid_thw"][first:end]
+            record["pixel_values"] = whole["pixel_values"][int(patches[first]) : int(patches[end])]
+            out.append(record)
+        return out
+
+    def _parts(self, row: Row) -> tuple[list[Part], str, str]:
+        """The parts of a row, or none, the counter that says why, and the reason."""
+        try:
+            parts = self._layout.parts(row)
+        except PartsError as error:
+            counter = f"no {error.missing}" if error.missing else "unusable row"
+            return [], counter, f"{error}. Mend or remove the row."
+        except MediaError as error:
+            return [], "unreadable image", f"{error}. Mend or remove the row."
+        if not any(isinstance(part, str) and not part.isspace() for part in parts):
+            return [], "no text", "its text is blank, so that nothing of it could be trained."
+        return parts, "", ""
+
+    def _cleaned(self, text: str, counts: list[str]) -> str:
+        clean = self._tokenizer.clean(text)
+        if clean is not None:
+            counts.append("surrogates")
+        text = text if clean is None else clean
+        if self._tokenizer.spells_special(text):
+            counts.append("special tokens in text")
+        return text
+
+    def _sample(self, row: "_Row", texts: list[Ids]) -> tuple[Mixed | None, int, tuple[Atom, ...]]:
+        """Size the images of a row, then lay out its tokens."""
+        if not row.parts:
+            return None, 0, ()
+        sizes = [read_size(part) for part in row.parts if not isinstance(part, str)]
+        edges = [edge is not None for edge in (self._tokenizer.bos, self._tokenizer.eos)]
+        plain = sum(map(len, texts)) + sum(edges) - 1 + 2 * len(sizes)
+        fitted = fit(sizes, self.geometry, self._most, plain, self._over)
+        if fitted is None:
+            row.counts.append("over budget")
+            return None, 0, ()
+        if fitted.shrunk:
+            row.counts.append("shrunk to fit")
+        return self._laid_out(row.parts, texts, fitted.sizes)
+
+    def _laid_out(
+        self, parts: Sequence[Part], texts: list[Ids], sizes: Sequence[tuple[int, int]]
+    ) -> tuple[Mixed, int, tuple[Atom, ...]]:
+        bos, eos, marks = self._tokenizer.bos, self._tokenizer.eos, self.marks
+        pieces = list[Ids]() if bos is None else [np.array([bos], np.int32)]
+        trained, pictures, at = [True] * len(pieces), list[Picture](), len(pieces)
+        waiting, ahead = iter(texts), iter(sizes)
+        for part in parts:
+            if isinstance(part, str):
+                pieces.append(next(waiting))
+            else:
+                height, width = next(ahead)
+                count = self.geometry.tokens(height, width)
+                pictures.append(Picture(part, at, height, width))
+                pieces.append(np.array([marks.start, *[marks.pad] * count, marks.end], np.int32))
+            trained.append(isinstance(part, str))
+            at += len(pieces[-1])
+        if eos is not None:
+            pieces.append(np.array([eos], np.int32))
+            trained.append(True)
+        ids = np.concatenate(pieces)
+        mask = np.repeat(np.array(trained), [len(piece) for piece in pieces])
+        positions = len(ids) - 1
+        return Mixed(ids, mask, tuple(pictures), self._style), positions, self._atoms(pictures, positions)
+
+    def _atoms(self, pictures: list[Picture], positions: int) -> tuple[Atom, ...]:
+        costs = [(self.geometry.patches(one.height, one.width), 1) for one in pictures]
+        total = tuple(map(sum, zip(*costs, strict=True))) if costs else (0, 0)
+        fits = all(cost <= most for cost, most in zip((positions, *total), self._most, strict=True))
+        if self._whole and fits and pictures:
+            return (Atom(0, positions, total),)
+        ends = [one.start + self.geometry.tokens(one.height, one.width) + 2 for one in pictures]
+        return tuple(
+            Atom(one.start, min(end, positions), cost) for one, end, cost in zip(pictures, ends, costs, strict=True)
+        )
+
+    def _null_image(self) -> Sample:
+        """The smallest grid of black pixels, nothing of it trained: every record has an image, on every rank."""
+        side = self.geometry.patch_size * self.geometry.merge_size
+        marks = self.marks
+        ids = np.array([marks.start, marks.pad, marks.end, marks.end], np.int32)
+        payload = Mixed(ids, np.zeros(4, np.bool_), (Picture(None, 0, side, side),), self._style)
+        atom = Atom(0, 3, (self.geometry.patches(side, side), 1))
+        return Sample(Ref(-1, 0, 0, 0, 0), 3, payload, (), (atom,))
+
+    def _shape(self, picture: Picture) -> tuple[int, int]:
+        return self.geometry.patches(picture.height, picture.width), 3 * self.geometry.patch_size**2
+
+    def _patches(self, picture: Picture, style: Style) -> NDArray[np.uint8] | None:
+        """The patches of a picture; None where it is broken, which its header did not tell."""
+        if picture.blob is None:
+            return np.zeros(self._shape(picture), np.uint8)
+        try:
+            return patchify(load(picture.blob.read(), (picture.height, picture.width), style.background), self.geometry)
+        except ImageError as error:
+            if style.strict:
+                raise DataError(f"{picture.blob.place}: {error}, and on_error = 'raise'.") from error
+            logger.warning("%s: black in its place, and its sample's labels are masked: %s", picture.blob.place, error)
+            return None
+
+    def _expanded(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
+        import torch
+
+        return expand(torch.from_numpy(patches), self.geometry, self.preset.mean, self.preset.std).numpy()
+
+
+def _changed(geometry: Geometry, asked: Mapping[str, int | None]) -> Geometry:
+    try:
+        return replace(geometry, **{name: value for name, value in asked.items() if value is not None})
+    except UsageError as error:
+        raise RecipeError(str(error)) from error
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row on its way: its parts and what is counted of it."""
+
+    parts: list[Part]
+    counts: list[str]
+
+    @property
+    def texts(self) -> int:
+        return sum(isinstance(part, str) for part in self.parts)
+
+
+def _inside(payload: Mixed, start: int, end: int) -> list[Picture]:
+    return [one for one in payload.pictures if start <= one.start < end]
+
+
+def _place(parts: Sequence[Part]) -> str:
+    blobs = [part.place for part in parts if not isinstance(part, str)]
+    return blobs[0] if blobs else "a row"

@@ -1,0 +1,72 @@
+"""What a row says of an image, as an address of its bytes: a cell, a member of a tar file, a path, or bytes at hand."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from zephon.formats.blobs import path_blob
+from zephon.types import Blob
+
+
+class MediaError(ValueError):
+    """A value names no image that could be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes that are at hand: a `zephon.types.Blob`."""
+
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    @property
+    def place(self) -> str:
+        return f"{len(self.data)} bytes in the row"
+
+    def head(self, size: int) -> bytes:
+        return self.data[:size]
+
+    def read(self) -> bytes:
+        return self.data
+
+
+def media(value: object, folder: Path) -> Blob:
+    """The address of what `value` names.
+
+    Args:
+        value: a blob, bytes, a path below `folder`, or `{"bytes": ..., "path": ...}` as Hugging Face stores images.
+        folder: where paths start.
+
+    Raises:
+        MediaError: it is none of these, or no such file; paths never leave `folder`.
+    """
+    if isinstance(value, dict):
+        cell = cast(dict[str, Any], value)
+        if not {"bytes", "path"} & cell.keys():
+            raise MediaError(f"a table with neither 'bytes' nor 'path', but {sorted(cell)}")
+        value = cell["bytes"] if cell.get("bytes") is not None else cell.get("path")
+    if isinstance(value, bytes):
+        return Bytes(value)
+    if isinstance(value, str):
+        return _file(value, folder)
+    if value is None or not all(hasattr(value, name) for name in ("head", "read", "place")):
+        raise MediaError(f"no image: {value!r:.40}")
+    return cast(Blob, value)
+
+
+def _file(path: str, folder: Path) -> Blob:
+    if path.startswith(("http:", "https:")):
+        raise MediaError(f"{path:.200}: images are not fetched from the net while training; store them first")
+    root = folder.resolve()
+    try:
+        at = (root / path).resolve()
+        if not at.is_relative_to(root):
+            raise MediaError(f"{path:.200} leads out of {root}, where this source's images lie")
+        return path_blob(at)
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, MediaError):
+            raise
+        raise MediaError(f"{path:.200}: {getattr(error, 'strerror', None) or error}") from error
