@@ -192,9 +192,8 @@ def test_records_narrow_what_a_trainer_widened() -> None:
 
 
 def test_an_unknown_modality_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(
-        RecipeError, match=r"Unknown modality 'txt'; installed are \['chat', 'image_text', 'text'\]\. Did you mean 'text'"
-    ):
+    installed = r"\['chat', 'image_text', 'text'\]"
+    with pytest.raises(RecipeError, match=rf"Unknown modality 'txt'; installed are {installed}\. Did you mean 'text'"):
         find_modality("txt")
 
 

@@ -185,7 +185,8 @@ def _show_report(report: Report) -> None:
         table.add_row(f"share of {escape(name)}", f"{share:.3%} (target {report.targets[name]:.3%})")
     table.add_row("padding", f"{report.padding:,} positions")
     for name, counts in report.dropped.items():
-        table.add_row(f"noted in {escape(name)}", ", ".join(f"{number} {what}" for what, number in counts.items()))
+        noted = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
+        table.add_row(f"noted in {escape(name)}", noted or "nothing")
     Console().print(table)
 
 
