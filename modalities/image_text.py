@@ -175,28 +175,31 @@ class ImageText:
 
         With `pixels = "float32"` patches are normalised and hold the temporal copy: float32 [patches, 3·t·p²].
         """
-        batch = build(plans, self._seq_len, self._extras)
+        # What is free must not look like a placeholder: runs of those say where images are.
+        batch = build(plans, self._seq_len, self._extras, free=int(self.marks.pad == 0))
         pictures, late = list[NDArray[np.uint8]](), list[tuple[int, int, int]]()
         grids: list[tuple[int, int, int]] = []
         if self.preset.mrope:
             batch["mrope_positions"] = np.repeat(batch["positions"][:, :, None], 3, axis=2)
         for i, plan in enumerate(plans):
+            spans, broken = list[tuple[Ref, int, int]](), dict[Ref, None]()
             at = 0
             for sample, start, end in plan:
                 inside = [] if not isinstance(sample.payload, Mixed) else _inside(sample.payload, start, end)
-                style = sample.payload.style if inside else self._style
-                broken = False
                 for picture in inside:
-                    patches = self._patches(picture, style)
-                    broken = broken or patches is None
+                    patches = self._patches(picture, sample.payload.style)
+                    if patches is None:
+                        broken[sample.ref] = None
                     pictures.append(np.zeros(self._shape(picture), np.uint8) if patches is None else patches)
                     grids.append(self.geometry.grid(picture.height, picture.width))
                 if self.preset.mrope and inside:
                     grid_positions(batch["mrope_positions"][i, at : at + end - start], start, inside, self.geometry)
-                if broken:
-                    batch["labels"][i, at : at + end - start] = IGNORED
-                    late.append((i, sample.ref.source, BROKEN))
+                spans.append((sample.ref, at, at + end - start))
                 at += end - start
+            for ref, first, last in spans:
+                if ref in broken:  # a sample may lie in several segments of a sequence
+                    batch["labels"][i, first:last] = IGNORED
+            late += [(i, ref.source, BROKEN) for ref in broken]
         nothing = np.empty((0, 3 * self.geometry.patch_size**2), np.uint8)
         patches = np.concatenate([nothing, *pictures])
         batch["pixel_values"] = self._expanded(patches) if self._floats else patches

@@ -21,18 +21,18 @@ Payload: TypeAlias = Ids | tuple[Ids, NDArray[np.bool_]]
 modality that needs more may put it behind these two."""
 
 
-def build(plans: Sequence[Plan], seq_len: int, extras: Sequence[str] = ()) -> Batch:
+def build(plans: Sequence[Plan], seq_len: int, extras: Sequence[str] = (), free: int = 0) -> Batch:
     """Build `input`, `labels` and `positions`, each int32 [len(plans), seq_len], and what `extras` names.
 
-    Positions count from 0 at each sample and again at each sequence start. What a plan leaves free is input 0, label
-    -100. A label is -100 as well where its token is not trained.
+    Positions count from 0 at each sample and again at each sequence start. What a plan leaves free is input `free` and
+    label -100. A label is -100 as well where its token is not trained.
 
     `document_ids`, int32 [len(plans), seq_len]: number of the segment in its sequence, -1 where it is free.
     `cu_seqlens`, int32 [len(plans), seq_len + 1]: where segments begin, then `seq_len` to the end, so that the shape
     never changes; attention over variable lengths takes the repeats for segments of length 0.
     """
     shape = (len(plans), seq_len)
-    inputs, labels = np.zeros(shape, np.int32), np.full(shape, IGNORED, np.int32)
+    inputs, labels = np.full(shape, free, np.int32), np.full(shape, IGNORED, np.int32)
     positions = np.zeros(shape, np.int32)
     count = np.arange(seq_len, dtype=np.int32)
     more = {name: _EXTRAS[name](plans, seq_len) for name in extras}

@@ -217,3 +217,14 @@ def test_an_isolated_loader_that_is_killed_before_a_restore_is_named(recipe: Pat
         loader._child.process.wait()
         with pytest.raises(DataError, match=r"isolated loader died \(exit code -9"):
             loader.load_state_dict(state)
+
+
+def test_an_isolated_loader_that_failed_says_so_again(recipe: Path) -> None:
+    with Stream.open(with_run(recipe, "inline 1 isolate")) as stream:
+        loader = stream.loader()
+        assert isinstance(loader, IsolatedLoader)
+        loader._child.process.kill()
+        for says in ("isolated loader died", "This loader failed before"):
+            with pytest.raises(DataError, match=says):
+                for _ in range(1000):
+                    next(loader)

@@ -153,10 +153,7 @@ class Loader:
                 one goes on from the last state.
         """
         if self._failed:
-            raise DataError(
-                f"This loader failed before ({self._failed!r}) and may have lost its place. Make a new one and load "
-                "the last state."
-            ) from self._failed
+            raise self._unusable() from self._failed
         try:
             batch = self._next_handle().result()
         except StopIteration:
@@ -175,6 +172,12 @@ class Loader:
             self._late_states = {lane: Counter(late) for lane, late in self._late.items() if late}
         self._feeder.top_up()
         return batch
+
+    def _unusable(self) -> DataError:
+        return DataError(
+            f"This loader failed before ({self._failed!r}) and may have lost its place. Make a new one and load "
+            "the last state."
+        )
 
     def step_records(self) -> dict[int, list[Record]]:
         """One whole global step: the records of each lane of this rank.

@@ -31,11 +31,13 @@ class IsolatedLoader(Loader):
         self._end = weakref.finalize(self, self._child.close)  # a loader that is dropped leaves no process
 
     def __next__(self) -> Batch:
+        if self._failed:
+            raise self._unusable() from self._failed
         if self._ended:
             raise StopIteration
         batch, state, stats = self._receive()
         if batch is None:
-            self._ended = True
+            self._ended, self._failed = True, state
             raise state or StopIteration
         self._handed += 1
         if state is not None:
@@ -53,7 +55,8 @@ class IsolatedLoader(Loader):
                         send(self._child.link, ("taken", turn))
                     return batch, state, stats
         except (EOFError, OSError) as error:
-            raise self._died() from error
+            self._failed = self._died()
+            raise self._failed from error
 
     def _died(self) -> DataError:
         code = self._child.process.wait()
