@@ -6,6 +6,7 @@ the temporal copy on the device.
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -177,35 +178,29 @@ class ImageText:
         """
         # What is free must not look like a placeholder: runs of those say where images are.
         batch = build(plans, self._seq_len, self._extras, free=int(self.marks.pad == 0))
-        pictures, late = list[NDArray[np.uint8]](), list[tuple[int, int, int]]()
-        grids: list[tuple[int, int, int]] = []
+        spans = _spans(plans)
+        pictures = [(span, picture) for span in spans for picture in span.pictures]
+        grids = [self.geometry.grid(picture.height, picture.width) for _, picture in pictures]
+        patches = np.zeros((sum(map(math.prod, grids)), 3 * self.geometry.patch_size**2), np.uint8)
+        at, broken = 0, dict[tuple[int, Ref], None]()
+        for (span, picture), grid in zip(pictures, grids, strict=True):
+            mine = patches[at : at + math.prod(grid)]
+            if not self._draw(picture, span.sample.payload.style, mine):
+                broken[span.row, span.sample.ref] = None
+            at += len(mine)
+        for span in spans:  # a sample may lie in several segments of a sequence
+            if (span.row, span.sample.ref) in broken:
+                batch["labels"][span.row, span.first : span.last] = IGNORED
         if self.preset.mrope:
             batch["mrope_positions"] = np.repeat(batch["positions"][:, :, None], 3, axis=2)
-        for i, plan in enumerate(plans):
-            spans, broken = list[tuple[Ref, int, int]](), dict[Ref, None]()
-            at = 0
-            for sample, start, end in plan:
-                inside = [] if not isinstance(sample.payload, Mixed) else _inside(sample.payload, start, end)
-                for picture in inside:
-                    patches = self._patches(picture, sample.payload.style)
-                    if patches is None:
-                        broken[sample.ref] = None
-                    pictures.append(np.zeros(self._shape(picture), np.uint8) if patches is None else patches)
-                    grids.append(self.geometry.grid(picture.height, picture.width))
-                if self.preset.mrope and inside:
-                    grid_positions(batch["mrope_positions"][i, at : at + end - start], start, inside, self.geometry)
-                spans.append((sample.ref, at, at + end - start))
-                at += end - start
-            for ref, first, last in spans:
-                if ref in broken:  # a sample may lie in several segments of a sequence
-                    batch["labels"][i, first:last] = IGNORED
-            late += [(i, ref.source, BROKEN) for ref in broken]
-        nothing = np.empty((0, 3 * self.geometry.patch_size**2), np.uint8)
-        patches = np.concatenate([nothing, *pictures])
+            for span in spans:
+                if span.pictures:
+                    mine = batch["mrope_positions"][span.row, span.first : span.last]
+                    grid_positions(mine, span.start, span.pictures, self.geometry)
         batch["pixel_values"] = self._expanded(patches) if self._floats else patches
         batch["grid_thw"] = np.asarray(grids, np.int32).reshape(-1, 3)
-        if late:
-            batch[LATE] = np.asarray(late, np.int32)
+        if broken:
+            batch[LATE] = np.array([(row, ref.source, BROKEN) for row, ref in broken], np.int32)
         return batch
 
     def records(self, batch: Batch) -> list[Record]:
@@ -309,20 +304,19 @@ class ImageText:
         atom = Atom(0, 3, (self.geometry.patches(side, side), 1))
         return Sample(Ref(-1, 0, 0, 0, 0), 3, payload, (), (atom,))
 
-    def _shape(self, picture: Picture) -> tuple[int, int]:
-        return self.geometry.patches(picture.height, picture.width), 3 * self.geometry.patch_size**2
-
-    def _patches(self, picture: Picture, style: Style) -> NDArray[np.uint8] | None:
-        """The patches of a picture; None where it is broken, which its header did not tell."""
+    def _draw(self, picture: Picture, style: Style, out: NDArray[np.uint8]) -> bool:
+        """Write the patches of a picture to `out`, which is black; False where it is broken, as no header told."""
         if picture.blob is None:
-            return np.zeros(self._shape(picture), np.uint8)
+            return True
         try:
-            return patchify(load(picture.blob.read(), (picture.height, picture.width), style.background), self.geometry)
+            pixels = load(picture.blob.read(), (picture.height, picture.width), style.background)
         except ImageError as error:
             if style.strict:
                 raise DataError(f"{picture.blob.place}: {error}, and on_error = 'raise'.") from error
             logger.warning("%s: black in its place, and its sample's labels are masked: %s", picture.blob.place, error)
-            return None
+            return False
+        patchify(pixels, self.geometry, out)
+        return True
 
     def _expanded(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
         import torch
@@ -349,8 +343,27 @@ class _Row:
         return sum(isinstance(part, str) for part in self.parts)
 
 
-def _inside(payload: Mixed, start: int, end: int) -> list[Picture]:
-    return [one for one in payload.pictures if start <= one.start < end]
+class _Span(NamedTuple):
+    """A segment in its record: positions `[first, last)` of sequence `row`, from position `start` of the sample on."""
+
+    row: int
+    first: int
+    last: int
+    sample: Sample
+    start: int
+    pictures: list[Picture]
+
+
+def _spans(plans: Sequence[Plan]) -> list[_Span]:
+    spans: list[_Span] = []
+    for row, plan in enumerate(plans):
+        at = 0
+        for sample, start, end in plan:
+            mixed = isinstance(sample.payload, Mixed)
+            inside = [one for one in sample.payload.pictures if start <= one.start < end] if mixed else []
+            spans.append(_Span(row, at, at + end - start, sample, start, inside))
+            at += end - start
+    return spans
 
 
 def _place(parts: Sequence[Part]) -> str:

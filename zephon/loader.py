@@ -81,7 +81,8 @@ class Stats:
         positions: positions delivered; the rest of the records is padding.
         padding: positions that hold no sample.
         mixed: positions that each source gave, those not yet delivered included.
-        dropped: counters of each source: what was left out or changed, and why.
+        dropped: counters of each source: what was left out or changed, and why. What is found only when a record is
+            built is, for a finite stream, counted from the last start of this rank on.
     """
 
     records: int
