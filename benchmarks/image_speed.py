@@ -3,10 +3,10 @@
     python -m benchmarks.image_speed FOLDER_OF_TARS --tokenizer FOLDER [--rounds 3]
 
 All read the same WebDataset tars, in a process each, with the page cache warm: 256² to 512² pixels an image, patches of
-16, 2 by 2 to a token, sequences of 2,048, batches of 8. Imports and the tokenizer are timed apart. Figures are of
-`images` images from the second global step on (ours), or from the second batch on. TorchTitan's packer gives only
-sequences that are full to the last position and keeps all else until the data ends, so with packing it makes one pass
-over half of the tars, and figures are of the whole pass. One thread of torch a process (OMP_NUM_THREADS=1).
+16, 2 by 2 to a token, sequences of 2,048, batches of 8; webdataset with TorchTitan's text and collator. Figures are of
+`images` images behind the first batch, ours behind 10 global steps, when open bins are full. TorchTitan's packer gives
+only sequences without any padding and keeps all else until the data ends, so with packing it makes one pass over half
+of the tars, of which its figures are. Imports and the tokenizer are timed apart; OMP_NUM_THREADS=1.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
@@ -34,22 +33,8 @@ from benchmarks.report import about, write
 from zephon import Stream
 from zephon.command.rehearse import process_tree
 
-SEQ_LEN, BATCH, MIN_PIXELS, MAX_PIXELS = 2048, 8, 256**2, 512**2
-SAMPLE_S = 0.25
+SEQ_LEN, BATCH, MIN_PIXELS, MAX_PIXELS, WARM_STEPS = 2048, 8, 256**2, 512**2, 10
 MEASURED, BASE = "measured", "ours inline"
-
-SIDES: dict[str, tuple[str, dict[str, Any]]] = {
-    BASE: ("ours", {}),
-    "ours float32": ("ours", {"pixels": "float32"}),
-    "ours threads 2": ("ours", {"runner": "threads", "workers": 2}),
-    "ours 64 lanes": ("ours", {"lanes": 64}),
-}
-for _workers, _more in ((0, ""), (2, ", 2 workers")):
-    SIDES[f"titan{_more}"] = "titan", {"workers": _workers}
-    SIDES[f"titan packed{_more}"] = "titan", {"workers": _workers, "packing": 100}
-    SIDES[f"webdataset{_more}"] = "web", {"workers": _workers}
-    SIDES[f"webdataset, our images{_more}"] = "web", {"workers": _workers, "our_images": True}
-"""What is compared: who makes batches, and with which options. webdataset takes TorchTitan's text and collator."""
 
 MARKS = {
     "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
@@ -69,11 +54,9 @@ class Args:
     tokenizer: Path
     rounds: int = 3
     images: int = 800
-    """Images a round of every loader, behind its first batch or step."""
     limit_s: float = 300.0
-    """Most seconds a process may take."""
-    one: Annotated[str, tyro.conf.Suppress] = ""
-    folder: Annotated[Path, tyro.conf.Suppress] = Path()
+    one: str = ""  # internal: run this side and print its figures
+    folder: Path = Path()  # internal: for files that live as long as the run
 
 
 class Run(NamedTuple):
@@ -157,7 +140,7 @@ def ours(args: Args, clock: Clock, lanes: int = 1, **options: Any) -> Run:
             "state_bytes_largest": max(sizes),
         }
 
-    return Run(loader, look, finish, warm=stream.batch.global_batch_size // BATCH + 3)  # threads work 3 batches ahead
+    return Run(loader, look, finish, warm=WARM_STEPS * stream.batch.global_batch_size // BATCH + 3)  # 3: of threads
 
 
 def recipe(args: Args, lanes: int = 1, runner: str = "inline", workers: int = 1, pixels: str = "uint8") -> Path:
@@ -198,7 +181,7 @@ def titan(args: Args, clock: Clock, packing: int = 0, workers: int = 0) -> Run:
     clock.lap("tokenizer")
 
     def load(path: str) -> Any:
-        files = sorted(str(file) for file in Path(path).glob("*.tar"))
+        files = sorted(map(str, Path(path).glob("*.tar")))
         files = files[: len(files) // 2] if packing else files
         return load_dataset("webdataset", data_files={"train": files}, split="train", streaming=True)
 
@@ -207,8 +190,8 @@ def titan(args: Args, clock: Clock, packing: int = 0, workers: int = 0) -> Run:
         dataset="pairs", infinite=not packing, packing_buffer_size=packing, num_workers=workers,
         max_images_per_batch=128, build_mrope_positions=True, **IMAGES,
     )  # fmt: skip
-    size: Any = {"seq_len": SEQ_LEN, "local_batch_size": BATCH}
-    loader = MMDataLoader(config, dp_world_size=1, dp_rank=0, tokenizer=tokenizer, **size)
+    shape: Any = {"dp_world_size": 1, "dp_rank": 0, "seq_len": SEQ_LEN, "local_batch_size": BATCH}
+    loader = MMDataLoader(config, tokenizer=tokenizer, **shape)
     if packing:
         finish = watch_packer(args.folder / f"packer{os.getpid()}", loader)  # before workers start
         return Run(iter(loader), look_padded, finish, whole=True)
@@ -236,7 +219,7 @@ def watch_packer(notes: Path, loader: Any) -> Callable[[], dict[str, Any]]:
         held.update(self._sample_buffer)
         note = {"samples": self._next_id, "sequences": len(formed), "waiting": len(held), "mb": memory_mb(os.getpid())}
         with notes.open("a") as file:
-            print(json.dumps(note), file=file)
+            file.write(json.dumps(note) + "\n")
         flush(self)
 
     MMSamplePacker._merge_samples, MMSamplePacker.flush = staticmethod(merged), flushed  # pyright: ignore
@@ -266,7 +249,7 @@ def web(args: Args, clock: Clock, our_images: bool = False, workers: int = 0) ->
     clock.lap("imports")
     tokenizer = MultiModalTokenizer(MultiModalTokenizer.Config(**MARKS), tokenizer_path=str(args.tokenizer))
     clock.lap("tokenizer")
-    more: Any = {**IMAGES, "max_patches": 4096, "max_patches_per_side": 512}
+    more: Any = IMAGES | {"max_patches": 4096, "max_patches_per_side": 512}
     more["resize_fn"] = mm_datasets.resize_to_pixel_budget
 
     def sample(row: dict[str, bytes]) -> Any:
@@ -277,8 +260,7 @@ def web(args: Args, clock: Clock, our_images: bool = False, workers: int = 0) ->
         batch_size=BATCH, seq_len=SEQ_LEN, max_images_per_batch=128, tokenizer=tokenizer, build_mrope_positions=True,
         patch_size=16, temporal_patch_size=2, spatial_merge_size=2,
     )  # fmt: skip
-    files = sorted(str(file) for file in args.tars.glob("*.tar"))
-    opened: Any = WebDataset(files, shardshuffle=False).repeat()
+    opened: Any = WebDataset(sorted(map(str, args.tars.glob("*.tar"))), shardshuffle=False).repeat()
     rows = opened.map(sample).batched(BATCH, collation_fn=collate)
     return Run(iter(WebLoader(rows, batch_size=None, num_workers=workers)), look_padded, dict)
 
@@ -308,12 +290,25 @@ def with_our_images(collator: Any, mm_datasets: Any) -> Any:
     return Collator
 
 
+SIDES: dict[str, tuple[Callable[..., Run], dict[str, Any]]] = {
+    BASE: (ours, {}),
+    "ours float32": (ours, {"pixels": "float32"}),
+    "ours threads 2": (ours, {"runner": "threads", "workers": 2}),
+    "ours 64 lanes": (ours, {"lanes": 64}),
+}
+for _workers, _more in ((0, ""), (2, ", 2 workers")):
+    SIDES[f"titan{_more}"] = titan, {"workers": _workers}
+    SIDES[f"titan packed{_more}"] = titan, {"workers": _workers, "packing": 100}
+    SIDES[f"webdataset{_more}"] = web, {"workers": _workers}
+    SIDES[f"webdataset, our images{_more}"] = web, {"workers": _workers, "our_images": True}
+
+
 def run_one(args: Args) -> None:
     """Print that the figures are taken, so that memory is no longer watched, then all figures."""
     clock, seen = Clock(), Counter[str]()
     maker, options = SIDES[args.one]
-    run = {"ours": ours, "titan": titan, "web": web}[maker](args, clock, **options)
-    clock.row["base_mb"] = round(memory_mb(os.getpid()), 1)
+    run = maker(args, clock, **options)
+    clock.row["base_mb"] = round(sum(map(memory_mb, process_tree(os.getpid()))), 1)
     batch = next(run.batches)
     clock.lap("first_batch")
     for _ in range(run.warm - 1):
@@ -321,15 +316,13 @@ def run_one(args: Args) -> None:
     clock.lap("warm")
     if run.whole:
         seen.update(batches=1, **run.look(batch))
-    del batch
     for batch in run.batches:
         seen.update(batches=1, **run.look(batch))
         if seen["images"] >= args.images and not run.whole:
             break
     clock.lap("steady")
     print(MEASURED, flush=True)
-    laps = ("first_batch", "steady") if run.whole else ("steady",)
-    wall, cpu = (sum(clock.row[f"{lap}{kind}"] for lap in laps) for kind in ("_s", "_cpu_s"))
+    wall, cpu = (clock.row[f"steady{kind}"] + run.whole * clock.row[f"first_batch{kind}"] for kind in ("_s", "_cpu_s"))
     row: dict[str, Any] = {**clock.row, **seen, "images_per_s": round(seen["images"] / wall, 2)}
     row["cpu_ms_per_image"] = round(cpu / seen["images"] * 1e3, 3)
     row["patch_fill"] = round(seen["patches"] / seen["slots"], 4)
@@ -338,17 +331,17 @@ def run_one(args: Args) -> None:
     print(json.dumps(row | run.finish()), flush=True)
 
 
-def in_process(args: Args, side: str, folder: Path) -> dict[str, Any]:
+def in_process(args: Args, side: str) -> dict[str, Any]:
     """One side in a fresh process; what it says, and the most memory that it took with its workers."""
-    command = [sys.executable, "-m", "benchmarks.image_speed", str(args.tars.resolve()), "--one", side]
-    command += ["--tokenizer", str(args.tokenizer.resolve()), "--images", str(args.images), "--folder", str(folder)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "benchmarks.image_speed", str(args.tars), "--one", side, "--tokenizer"]
+    command += [str(args.tokenizer), "--images", str(args.images), "--folder", str(args.folder)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(args.folder / "hf"), "HF_HUB_OFFLINE": "1"}
     data, peak, end = b"", 0.0, time.monotonic() + args.limit_s
-    with (folder / "errors").open("w") as errors:
+    with (args.folder / "errors").open("w") as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env, start_new_session=True)
         assert child.stdout is not None
         while True:
-            if select.select([child.stdout], [], [], SAMPLE_S)[0]:
+            if select.select([child.stdout], [], [], 0.25)[0]:
                 if not (more := os.read(child.stdout.fileno(), 1 << 16)):
                     break
                 data += more
@@ -357,7 +350,7 @@ def in_process(args: Args, side: str, folder: Path) -> dict[str, Any]:
             if time.monotonic() > end:
                 os.killpg(child.pid, signal.SIGKILL)
     if code := child.wait():
-        said = (folder / "errors").read_text().strip().splitlines()[-1:]
+        said = (args.folder / "errors").read_text().strip().splitlines()[-1:]
         return {"failed": f"exit code {code} after {time.monotonic() - end + args.limit_s:.0f} s: {said}"}
     return json.loads(data.splitlines()[-1]) | {"peak_mb": round(peak, 1)}
 
@@ -369,11 +362,10 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def show(found: dict[str, dict[str, float]]) -> None:
     """A line a side; in brackets, how many times as much as ours inline."""
-    base = found[BASE]
     print(f"{'':34}{'images/s':>15}{'CPU ms/image':>16}{'first s':>9}{'peak MB':>14}{'tokens':>9}{'patches':>9}  state")
-    for side, row in filter(itemgetter(1), found.items()):
+    for side, row in found.items():
         speed, cost, memory = (
-            f"{row[name]:.{digits}f} ({row[name] / base[name]:.2f})"
+            f"{row[name]:.{digits}f} ({row[name] / found[BASE][name]:.2f})"
             for name, digits in (("images_per_s", 0), ("cpu_ms_per_image", 2), ("peak_mb", 0))
         )
         state = f"{row['state_bytes']:,.0f} B, {row['state_ms']:.1f} ms" if "state_bytes" in row else "-"
@@ -385,20 +377,22 @@ def show(found: dict[str, dict[str, float]]) -> None:
 def main() -> None:
     args = tyro.cli(Args)
     if args.one:
-        return run_one(args)
-    rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+        run_one(args)
+        return
+    args.tars, args.tokenizer = args.tars.resolve(), args.tokenizer.resolve()
+    rounds = {side: list[dict[str, Any]]() for side in SIDES}
     with tempfile.TemporaryDirectory() as folder:
+        args.folder = Path(folder)
         for tar in args.tars.glob("*.tar"):
             tar.read_bytes()  # into the page cache
-        print("warm-up, and index:", in_process(args, BASE, Path(folder)), flush=True)
+        print("warm-up, and index:", in_process(args, BASE), flush=True)
         for number in range(args.rounds):
             for side, rows in rounds.items():
-                rows.append(in_process(args, side, Path(folder)))
+                rows.append(in_process(args, side))
                 print(number + 1, side, rows[-1], flush=True)
-        found = {side: medians(rows) for side, rows in rounds.items()}
+        found = {side: middle for side, rows in rounds.items() if (middle := medians(rows))}
         show(found)
-        ready = replace(args, tars=args.tars.resolve(), tokenizer=args.tokenizer.resolve(), folder=Path(folder))
-        with Stream.open(recipe(ready)) as stream:
+        with Stream.open(recipe(args)) as stream:
             write("image_speed", {**about(stream), "images": args.images, "medians": found, "rounds": rounds})
 
 

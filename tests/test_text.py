@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -241,3 +243,14 @@ def test_a_strange_config_is_refused(tmp_path: Path, config: object) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(RecipeError, match="must be a"):
         text(tmp_path)
+
+
+def test_a_modality_that_lacks_what_it_needs_says_what_to_install() -> None:
+    code = (
+        "import sys\nfor name in ('torch', 'torchvision', 'PIL'): sys.modules[name] = None\n"
+        "from zephon.modality import find_modality\n"
+        "try:\n    find_modality('image_text')\nexcept Exception as error:\n    print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("RecipeError The modality 'image_text' cannot be loaded")
+    assert "pip install 'zephon-lanes[image]'" in done.stdout

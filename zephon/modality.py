@@ -125,7 +125,7 @@ def find_modality(name: str) -> type[Modality]:
     """The class that an entry point names.
 
     Raises:
-        RecipeError: no such entry point.
+        RecipeError: no such entry point, or what it needs is not installed.
     """
     known = {point.name: point for point in entry_points(group=GROUP)}
     if name not in known:
@@ -133,4 +133,10 @@ def find_modality(name: str) -> type[Modality]:
             f"Unknown modality {name!r}; installed are {sorted(known)}.{nearest(name, known)} A modality is a class "
             f"under the entry point group {GROUP!r} of an installed package."
         )
-    return known[name].load()
+    try:
+        return known[name].load()
+    except ImportError as error:
+        raise RecipeError(
+            f"The modality {name!r} cannot be loaded: {error}. Install what it needs, for those that come with Zephon "
+            f"with: pip install 'zephon-lanes[image]'."
+        ) from error
