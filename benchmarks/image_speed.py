@@ -269,13 +269,13 @@ def with_our_images(collator: Any, mm_datasets: Any) -> Any:
     """A collator of padded uint8 patches, once an image; TorchTitan's sample function takes our pixels."""
     import torch
 
-    from modalities.headers import Memory
     from modalities.images import PRESETS, load, patchify, read_size
+    from modalities.media import Bytes
 
     geometry = replace(PRESETS["qwen3_5"], min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS)
 
     def process(image: bytes, **_: Any) -> Any:
-        return torch.from_numpy(load(image, geometry.target(*read_size(Memory(image)))))[None]
+        return torch.from_numpy(load(image, geometry.target(*read_size(Bytes(image)))))[None]
 
     class Collator(collator):
         def collate_images(self, all_images: list[Any]) -> Any:

@@ -35,21 +35,6 @@ class Header(NamedTuple):
         return (self.width, self.height) if self.turn > 4 else (self.height, self.width)
 
 
-class Memory:
-    """Bytes at hand, as a blob."""
-
-    place = "memory"
-
-    def __init__(self, data: bytes) -> None:
-        self.data, self.size = data, len(data)
-
-    def head(self, size: int) -> bytes:
-        return self.data[:size]
-
-    def read(self) -> bytes:
-        return self.data
-
-
 class Prefix:
     """The first bytes of a blob, read in growing steps."""
 

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modalities.images import Geometry, ImageError, codec_versions, expand, load, patchify, read_size
+from modalities.media import MediaError
 from modalities.options import Options
-from modalities.parts import OPTIONS, Layout, MediaError, Part, PartsError
+from modalities.parts import OPTIONS, Layout, Part, PartsError
 from modalities.presets import PRESETS, Preset
 from modalities.sequences import IGNORED, Ids, build
 from modalities.spans import Picture, fit, grid_positions
@@ -297,8 +298,7 @@ class ImageText:
 
     def _null_image(self) -> Sample:
         """The smallest grid of black pixels, nothing of it trained: every record has an image, on every rank."""
-        side = self.geometry.patch_size * self.geometry.merge_size
-        marks = self.marks
+        side, marks = self.geometry.unit, self.marks
         ids = np.array([marks.start, marks.pad, marks.end, marks.end], np.int32)
         payload = Mixed(ids, np.zeros(4, np.bool_), (Picture(None, 0, side, side),), self._style)
         atom = Atom(0, 3, (self.geometry.patches(side, side), 1))

@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 from PIL import BmpImagePlugin, GifImagePlugin, Image, ImageFile, WebPImagePlugin, features
 
 from modalities.geometry import PRESETS, Geometry, ImageError, Size, expand, patchify
-from modalities.headers import Header, Memory, Prefix, read_header, read_size, segments
+from modalities.headers import Header, Prefix, read_header, read_size, segments
+from modalities.media import Bytes
 from zephon.errors import UsageError
 
 __all__ = [
@@ -66,7 +67,7 @@ def load(data: bytes, size: Size, background: Color = (255, 255, 255)) -> Pixels
         UsageError: `PIL.ImageFile.LOAD_TRUNCATED_IMAGES` is set, and this is a GIF, a BMP, or a WebP with alpha or
             animation.
     """
-    header = read_header(Memory(data))
+    header = read_header(Bytes(data))
     try:
         pixels = _DECODERS[header.kind](data, header, background)
     except (ImageError, UsageError):
@@ -117,7 +118,7 @@ def _refuse_early_end(data: bytes, header: Header) -> None:
     picture is decoded with other bytes behind all data of its first scan: thrice, by Pillow, which writes no warnings,
     and only where the right edge has a spot of that gray.
     """
-    *_, (_, scan, _) = segments(Prefix(Memory(data)))
+    *_, (_, scan, _) = segments(Prefix(Bytes(data)))
     end = re.compile(rb"\xff[^\0\xff\xd0-\xd7]").search(data, scan)
     cut = end.start() if end else len(data)
     intervals, mode = re.split(rb"(?=\xff[\xd0-\xd7])", data[scan:cut]), "CMYK" if header.channels == 4 else "RGB"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from modalities.media import MediaError, media
+from modalities.media import media
 from modalities.options import Options
 from zephon.types import Blob, Row
 
@@ -147,6 +147,3 @@ def _text(value: object) -> str:
         except UnicodeDecodeError as error:
             raise PartsError(f"its text is not UTF-8: byte {error.start} is 0x{raw[error.start]:02x}") from error
     raise PartsError(f"its text must be a string, it is {value!r:.60}")
-
-
-__all__ = ["LAYOUTS", "OPTIONS", "Layout", "MediaError", "Part", "PartsError"]

@@ -92,7 +92,7 @@ def grid_positions(out: NDArray[np.generic], start: int, pictures: Sequence[Pict
         pictures: its images, ascending.
         geometry: how images become patches.
     """
-    side = geometry.patch_size * geometry.merge_size
+    side = geometry.unit
     at = following = 0
     for picture in pictures:
         run = picture.start + 1 - start

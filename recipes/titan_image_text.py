@@ -4,23 +4,20 @@ Pixels come from the loader as uint8 patches, each image once. What TorchTitan's
 with the temporal copy, padded to the largest image of the micro-batch, is made on the device, of a sixth of the bytes.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import MultiModalTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.protocols.model_spec import ModelSpec
 
 from modalities.image_text import ImageText
 from modalities.images import expand
 from recipes import cpu
-from recipes.titan_text import LossLog
+from recipes.titan_text import complete_run, on_cpu, with_vocabulary
 from zephon import RecipeError
 from zephon.titan import DataLoader, Trainer, Validator
 
@@ -131,63 +128,23 @@ def check_geometry(builder: ImageText, encoder: Any) -> None:
         )
 
 
-def _run(spec: ModelSpec, recipe: str, assets: str, marks: dict[str, str], **kwargs: Any) -> ImageTextTrainer.Config:
-    loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
-    return ImageTextTrainer.Config(
-        model_spec=spec,
-        hf_assets_path=assets,
-        tokenizer=MultiModalTokenizer.Config(**marks),
-        loss=ChunkedLossWrapper.Config(loss_fn=loss),
-        dataloader=DataLoader.Config(recipe=recipe),
-        checkpoint=kwargs.pop("checkpoint", CheckpointManager.Config(interval=500, last_save_model_only=False)),
-        **kwargs,
-    )
-
-
-def _on_cpu(**kwargs: Any) -> dict[str, Any]:
-    """What the micro models of this module share."""
-    return {
-        "training": TrainingConfig(
-            local_batch_size=2,
-            global_batch_size=8,
-            seq_len=256,
-            steps=40,
-            mixed_precision_param="float32",
-            disable_cuda_graphs=True,
-        ),
-        "optimizer": default_adamw(lr=1e-3),
-        "lr_scheduler": LRSchedulersContainer.Config(warmup_steps=4),
-        "metrics": LossLog.Config(log_freq=1, disable_color_printing=True),
-        "checkpoint": CheckpointManager.Config(enable=True, interval=20, last_save_model_only=False),
-        "ledger": True,
-        **kwargs,
-    }
-
-
-def _small_text(model: Any, vocab_size: int) -> Any:
-    """A model configuration with a vocabulary of `vocab_size`."""
-    return replace(
-        model,
-        vocab_size=vocab_size,
-        tok_embeddings=replace(model.tok_embeddings, num_embeddings=vocab_size),
-        lm_head=replace(model.lm_head, out_features=vocab_size),
-    )
+def _run(spec: ModelSpec, recipe: str, assets: str, **kwargs: Any) -> ImageTextTrainer.Config:
+    tokenizer = MultiModalTokenizer.Config(**qwen3_5.QWEN3_5_SPECIAL_TOKENS)  # Glimmer's are the same
+    return complete_run(spec, recipe, assets, ImageTextTrainer.Config, tokenizer=tokenizer, **kwargs)
 
 
 def qwen_micro() -> ImageTextTrainer.Config:
     """Qwen 3.5's debug model on the CPU, cut to its two layers of full attention: what `make demo-vlm` trains."""
     spec = qwen3_5.model_registry("debugmodel")
-    stock: Any = spec.model
-    full = [layer for layer in stock.layers if layer.attention is not None]
-    model = replace(_small_text(stock, 2048), layers=full)
-    spec = replace(spec, flavor="micro", model=model)
-    return _run(spec, "demo-vlm/recipe.toml", "demo-vlm/tokenizer", qwen3_5.QWEN3_5_SPECIAL_TOKENS, **_on_cpu())
+    full = [layer for layer in cast(Any, spec.model).layers if layer.attention is not None]
+    spec = with_vocabulary(spec, 2048, full)
+    return _run(spec, "demo-vlm/recipe.toml", "demo-vlm/tokenizer", **on_cpu(seq_len=256))
 
 
 def glimmer_micro() -> ImageTextTrainer.Config:
-    """Muse Glimmer's multimodal debug model on the CPU."""
+    """Muse Glimmer's multimodal debug model on the CPU, on what `make demo-vlm` leaves."""
     spec = muse_glimmer.model_registry("debugmodel_mm", attn_backend="flex")
-    return _run(spec, "demo-vlm/glimmer.toml", "demo-vlm/tokenizer", qwen3_5.QWEN3_5_SPECIAL_TOKENS, **_on_cpu())
+    return _run(spec, "demo-vlm/glimmer.toml", "demo-vlm/tokenizer", **on_cpu(seq_len=256))
 
 
 def qwen3_5_4b() -> ImageTextTrainer.Config:
@@ -196,7 +153,6 @@ def qwen3_5_4b() -> ImageTextTrainer.Config:
         qwen3_5.model_registry("4B"),
         "recipes/image_text.toml",
         "./assets/hf/Qwen3.5-4B",
-        qwen3_5.QWEN3_5_SPECIAL_TOKENS,
         training=TrainingConfig(local_batch_size=1, global_batch_size=64, seq_len=8192, steps=40_000),
         optimizer=default_adamw(lr=2e-4),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1000),
@@ -205,12 +161,11 @@ def qwen3_5_4b() -> ImageTextTrainer.Config:
 
 
 def glimmer_30b() -> ImageTextTrainer.Config:
-    """Muse Glimmer 30B on 64 lanes: 64 sequences of 8,192 tokens a step on 8 to 64 ranks."""
+    """Muse Glimmer 30B on 64 lanes, on 8 to 64 ranks; name a recipe whose image sources have `preset = "glimmer"`."""
     return _run(
         muse_glimmer.model_registry("30B_mm", attn_backend="flex"),
-        "recipes/image_text.toml",
+        "",
         "./assets/hf/Muse-Glimmer-30B",
-        qwen3_5.QWEN3_5_SPECIAL_TOKENS,
         training=TrainingConfig(local_batch_size=1, global_batch_size=64, seq_len=8192, steps=40_000),
         parallelism=ParallelismConfig(spmd_backend="spmd_types"),
         optimizer=default_adamw(lr=2e-4),

@@ -7,7 +7,7 @@ TorchTitan's configuration can be overridden in the same way.
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -52,59 +52,64 @@ class LossLog(MetricsProcessor):
                 file.write(json.dumps(line) + "\n")
 
 
-def _micro_spec(vocab_size: int) -> ModelSpec:
-    """The debug model of Llama 3, cut to two layers, with a vocabulary of `vocab_size`."""
-    spec = model_registry("debugmodel")
+def with_vocabulary(spec: ModelSpec, size: int, layers: Any) -> ModelSpec:
+    """A micro model: the `layers` of a debug model, and a vocabulary of `size`."""
     stock: Any = spec.model
     model = replace(
         stock,
-        layers=stock.layers[:2],
-        vocab_size=vocab_size,
-        tok_embeddings=replace(stock.tok_embeddings, num_embeddings=vocab_size),
-        lm_head=replace(stock.lm_head, out_features=vocab_size),
+        layers=layers,
+        vocab_size=size,
+        tok_embeddings=replace(stock.tok_embeddings, num_embeddings=size),
+        lm_head=replace(stock.lm_head, out_features=size),
     )
     return replace(spec, flavor="micro", model=model)
 
 
-def _run(spec: ModelSpec, recipe: str, assets: str, training: TrainingConfig, **kwargs: Any) -> Trainer.Config:
+def complete_run(
+    spec: ModelSpec, recipe: str, assets: str, config: type[Trainer.Config] = Trainer.Config, **kwargs: Any
+) -> Any:
+    """A `config` with what all runs share."""
     loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
-    return Trainer.Config(
+    # The last save holds the loader too: a longer run can go on from it.
+    shared = {"checkpoint": CheckpointManager.Config(interval=500, last_save_model_only=False)}
+    return config(
         model_spec=spec,
         hf_assets_path=assets,
         loss=ChunkedLossWrapper.Config(loss_fn=loss),
-        training=training,
         dataloader=DataLoader.Config(recipe=recipe),
-        # The last save holds the loader too: a longer run can go on from it.
-        checkpoint=kwargs.pop("checkpoint", CheckpointManager.Config(interval=500, last_save_model_only=False)),
-        **kwargs,
+        **{**shared, **kwargs},
     )
 
 
-def micro() -> Trainer.Config:
-    """2.5 M parameters on the CPU: what `make demo` trains."""
-    return _run(
-        _micro_spec(vocab_size=2048),
-        recipe="demo/recipe.toml",
-        assets="demo/tokenizer",
-        training=TrainingConfig(
+def on_cpu(seq_len: int) -> dict[str, Any]:
+    """What runs of micro models on the CPU share."""
+    return {
+        "training": TrainingConfig(
             local_batch_size=2,
             global_batch_size=8,
-            seq_len=128,
+            seq_len=seq_len,
             steps=40,
             mixed_precision_param="float32",
             disable_cuda_graphs=True,
         ),
-        optimizer=default_adamw(lr=1e-3),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=4),
-        metrics=LossLog.Config(log_freq=1, disable_color_printing=True),
-        checkpoint=CheckpointManager.Config(enable=True, interval=20, last_save_model_only=False),
-        ledger=True,
-    )
+        "optimizer": default_adamw(lr=1e-3),
+        "lr_scheduler": LRSchedulersContainer.Config(warmup_steps=4),
+        "metrics": LossLog.Config(log_freq=1, disable_color_printing=True),
+        "checkpoint": CheckpointManager.Config(enable=True, interval=20, last_save_model_only=False),
+        "ledger": True,
+    }
+
+
+def micro() -> Trainer.Config:
+    """2.5 M parameters on the CPU: what `make demo` trains."""
+    spec = model_registry("debugmodel")
+    spec = with_vocabulary(spec, 2048, cast(Any, spec.model).layers[:2])
+    return complete_run(spec, "demo/recipe.toml", "demo/tokenizer", **on_cpu(seq_len=128))
 
 
 def debug() -> Trainer.Config:
     """TorchTitan's stock debug model (6 M parameters, vocabulary of 2,048) on one GPU or the CPU."""
-    return _run(
+    return complete_run(
         model_registry("debugmodel"),
         recipe="demo/recipe.toml",
         assets="demo/tokenizer",
@@ -119,7 +124,7 @@ def debug() -> Trainer.Config:
 
 def llama3_1b() -> Trainer.Config:
     """Llama 3 1B on 64 lanes: 64 sequences of 8,192 tokens a step (0.5 M tokens) on 1 to 64 ranks."""
-    return _run(
+    return complete_run(
         model_registry("1B"),
         recipe="recipes/text.toml",
         assets="./assets/hf/Llama-3.2-1B",
@@ -132,7 +137,7 @@ def llama3_1b() -> Trainer.Config:
 
 def llama3_8b() -> Trainer.Config:
     """Llama 3 8B on 64 lanes: 128 sequences of 8,192 tokens a step (1 M tokens) on 1 to 64 ranks."""
-    return _run(
+    return complete_run(
         model_registry("8B"),
         recipe="recipes/text.toml",
         assets="./assets/hf/Llama-3.1-8B",

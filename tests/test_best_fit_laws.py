@@ -17,6 +17,7 @@ from worlds import (
     SourceSpec,
     World,
     best_fit_worlds,
+    check_resumes,
     livable,
     make_texts,
     opened,
@@ -336,25 +337,7 @@ def test_elastic_every_degree_that_divides_the_lanes_gives_the_same_digests(worl
 @law(25)
 @given(best_fit_worlds(), st.data())
 def test_resumable_three_times_each_at_another_degree(world: World, data: st.DataObject) -> None:
-    stops = sorted(data.draw(st.lists(st.integers(0, 8), min_size=3, max_size=3), label="stops"))
-    count = stops[-1] + 3
-    degrees = [data.draw(st.sampled_from(world.degrees), label="degree") for _ in range(5)]
-    with opened(world) as stream:
-        fleet, expected, states, stats = Fleet(stream, degrees[0]), [], [], []
-        for _ in range(count):
-            states.append(fleet.state())
-            stats.append(fleet.stats())
-            expected.append(fleet.step())
-    state, done = None, 0
-    for degree, stop in zip(degrees[1:], [*stops, count], strict=True):
-        with opened(world) as stream:  # a new folder and an empty cache each time
-            fleet = Fleet(stream, degree, state)
-            assert fleet.steps(stop - done) == expected[done:stop]
-            if stop < count:
-                state = fleet.state()
-                assert state == states[stop], "the bytes depend on more than the stream"
-                assert fleet.stats() == stats[stop]
-            done = stop
+    check_resumes(opened, world, data)
 
 
 @law(12)

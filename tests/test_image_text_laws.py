@@ -54,7 +54,7 @@ from image_worlds import (
     vision_tokenizer,
 )
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from worlds import Fleet, SourceSpec, byte_letters, cut_in_shards, divisors, make_texts, merge
+from worlds import Fleet, SourceSpec, byte_letters, check_resumes, cut_in_shards, divisors, make_texts, merge
 
 import zephon
 from modalities.images import ImageError, expand, load, read_size
@@ -321,26 +321,7 @@ def broken_images(fleet: Fleet) -> dict[str, int]:
 @law(14)
 @given(image_worlds(), st.data())
 def test_resumable_three_times_each_at_another_degree(world: ImageWorld, data: st.DataObject) -> None:
-    stops = sorted(data.draw(st.lists(st.integers(0, 5), min_size=3, max_size=3), label="stops"))
-    count = stops[-1] + 2
-    degrees = [data.draw(st.sampled_from(world.degrees), label="degree") for _ in range(5)]
-    with opened(world) as stream:
-        fleet, expected, states, stats = Fleet(stream, degrees[0]), [], [], []
-        for _ in range(count):
-            states.append(fleet.state())
-            stats.append(fleet.stats())
-            expected.append(fleet.step())
-    state, done = None, 0
-    for degree, stop in zip(degrees[1:], [*stops, count], strict=True):
-        with opened(world) as stream:  # a new folder and an empty cache each time
-            fleet = Fleet(stream, degree, state)
-            assert fleet.steps(stop - done) == expected[done:stop]
-            if stop < count:
-                state = fleet.state()
-                assert state == states[stop], "the bytes depend on more than the stream"
-                assert fleet.stats() == stats[stop]
-                assert max(len(value) for key, value in state.items() if key != "header") <= 4096
-            done = stop
+    check_resumes(opened, world, data, longest=5, after=2)
 
 
 @law(15)

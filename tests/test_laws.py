@@ -24,6 +24,7 @@ from worlds import (
     SourceSpec,
     World,
     built,
+    check_resumes,
     cut_in_shards,
     digests,
     divisors,
@@ -76,26 +77,7 @@ def test_elastic_rank_r_owns_the_lanes_that_the_design_gives_it(world: World) ->
 @law(30)
 @given(worlds(), st.data())
 def test_resumable_three_times_each_at_another_degree(world: World, data: st.DataObject) -> None:
-    stops = sorted(data.draw(st.lists(st.integers(0, 8), min_size=3, max_size=3), label="stops"))
-    count = stops[-1] + 3
-    degrees = [data.draw(st.sampled_from(world.degrees), label="degree") for _ in range(5)]
-    with opened(world) as stream:
-        fleet, expected, states, stats = Fleet(stream, degrees[0]), [], [], []
-        for _ in range(count):
-            states.append(fleet.state())
-            stats.append(fleet.stats())
-            expected.append(fleet.step())
-    state, done = None, 0
-    for degree, stop in zip(degrees[1:], [*stops, count], strict=True):
-        with opened(world) as stream:  # a new folder and an empty cache each time
-            fleet = Fleet(stream, degree, state)
-            assert [loader.step for loader in fleet.loaders] == [done] * degree
-            assert fleet.steps(stop - done) == expected[done:stop]
-            if stop < count:
-                state = fleet.state()
-                assert state == states[stop], "the bytes depend on more than the stream"
-                assert fleet.stats() == stats[stop]
-            done = stop
+    check_resumes(opened, world, data)
 
 
 @law(20)

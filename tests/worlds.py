@@ -512,6 +512,39 @@ class Fleet:
         return total
 
 
+def check_resumes(opening: Any, world: Any, data: st.DataObject, longest: int = 8, after: int = 3) -> None:
+    """Three resumes, each at another degree, give the steps, states and statistics of the run that went on.
+
+    Args:
+        opening: opens the stream of a world; a new folder and an empty cache each time.
+        world: has degrees.
+        data: draws where the run stops, and on how many ranks it goes on.
+        longest: the last step at which it may stop.
+        after: steps behind the last stop.
+    """
+    stops = sorted(data.draw(st.lists(st.integers(0, longest), min_size=3, max_size=3), label="stops"))
+    count = stops[-1] + after
+    degrees = [data.draw(st.sampled_from(world.degrees), label="degree") for _ in range(5)]
+    with opening(world) as stream:
+        fleet, expected, states, stats = Fleet(stream, degrees[0]), [], [], []
+        for _ in range(count):
+            states.append(fleet.state())
+            stats.append(fleet.stats())
+            expected.append(fleet.step())
+    state, done = None, 0
+    for degree, stop in zip(degrees[1:], [*stops, count], strict=True):
+        with opening(world) as stream:
+            fleet = Fleet(stream, degree, state)
+            assert [loader.step for loader in fleet.loaders] == [done] * degree
+            assert fleet.steps(stop - done) == expected[done:stop]
+            if stop < count:
+                state = fleet.state()
+                assert state == states[stop], "the bytes depend on more than the stream"
+                assert fleet.stats() == stats[stop]
+                assert max(len(value) for key, value in state.items() if key != "header") <= 4096
+            done = stop
+
+
 def next_records(loader: zephon.Loader) -> dict[int, list[dict[str, np.ndarray]]] | None:
     try:
         return loader.step_records()

@@ -133,7 +133,7 @@ class Feeder:
         self._sources, self._worker, self._runner, self._ahead_bytes = sources, worker, runner, ahead_bytes
         self._feeds: list[list[Feed]] = [[] for _ in sources]
         self._tasks: deque[tuple[Handle[Measured], list[_Part]]] = deque()
-        self._row_bytes = [max(1, source.catalogue.bytes // source.catalogue.rows) for source in sources]
+        self._row_bytes = [source.reader.row_bytes for source in sources]
 
     def add(self, feed: Feed) -> None:
         """Serve one more feed."""

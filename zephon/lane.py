@@ -13,7 +13,7 @@ from zephon.feed import Feed
 from zephon.mix import Mixer
 from zephon.order import SourceOrder
 from zephon.pack import Packer, uncut
-from zephon.state import LaneState, Position, Range, SourceState
+from zephon.state import LaneState, Position, SourceState
 from zephon.types import Plan, Ref, Sample, Segment
 
 TOO_LONG = "too long"
@@ -120,9 +120,7 @@ class Lane:
         """The state after the record that `next_plan` returned last; shares nothing with this lane."""
         zipped = zip(self._positions, self._mixer.deficits, self._mixed, self._counts, strict=True)
         sources = tuple(SourceState(at, deficit, mixed, tuple(counts)) for at, deficit, mixed, counts in zipped)
-        rest = _range(self._rest) if self._rest else None
-        bins = tuple(tuple(_range(segment) for segment in bin) for bin in self._packer.open)
-        return LaneState(sources, rest, bins)
+        return LaneState(sources, self._rest, tuple(map(tuple, self._packer.open)))
 
     def _next_piece(self) -> Segment | None:
         """Take the next piece from the source that is furthest behind its share; None at the end of a finite stream."""
@@ -204,7 +202,3 @@ class Lane:
 def _end(order: SourceOrder) -> Position | None:
     """Where a source stands that the mix has found at its end; one that merely has no rows left stands before it."""
     return None if order.groups is None else Position(order.groups)
-
-
-def _range(segment: Segment) -> Range:
-    return Range(segment.sample.ref, segment.start, segment.end)

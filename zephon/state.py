@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from zephon.errors import RestoreError
-from zephon.types import Ref
+from zephon.types import Ref, Segment
 
 FORMAT_VERSION = 1
 """Raised whenever the bytes below change their meaning."""
@@ -44,6 +44,12 @@ class Range(NamedTuple):
     ref: Ref
     start: int
     end: int
+
+
+Open = Range | Segment
+"""What waits in a lane: a state holds the segments of a running lane as they are, and ranges where it was read. States
+are taken after every record, but few are written: to make ranges of 165 open segments each time was half of what
+`best_fit` cost at 64 lanes (0.118 CPU s per Mtoken, 0.079 without)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +84,11 @@ class LaneState:
     """
 
     sources: tuple[SourceState, ...]
-    rest: Range | None = None
-    open: tuple[tuple[Range, ...], ...] = ()
+    rest: Open | None = None
+    open: tuple[tuple[Open, ...], ...] = ()
 
     @property
-    def waiting(self) -> list[Range]:
+    def waiting(self) -> list[Open]:
         """Everything that has been mixed and not delivered."""
         return [*([self.rest] if self.rest else []), *(one for bin in self.open for one in bin)]
 
@@ -112,15 +118,10 @@ class LaneState:
         _put(out, len(self.open))
         for bin in self.open:
             _put(out, len(bin))
-        for ref, start, end in self.waiting:
-            for number in (
-                ref.sample * len(self.sources) + ref.source,
-                ref.epoch,
-                ref.chunk,
-                ref.row,
-                start,
-                end - start,
-            ):
+        for one in self.waiting:
+            source, epoch, chunk, row, sample = one.ref
+            both = sample * len(self.sources) + source
+            for number in (both, epoch, chunk, row, one.start, one.end - one.start):
                 _put(out, number)
         return bytes(out) + _checksum(key, bytes(out))
 

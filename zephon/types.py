@@ -97,6 +97,11 @@ class Segment(NamedTuple):
     start: int
     end: int
 
+    @property
+    def ref(self) -> Ref:
+        """The name of its sample."""
+        return self.sample.ref
+
 
 Plan = list[Segment]
 """One packed sequence, decided but not built."""

@@ -26,6 +26,11 @@ T_co = TypeVar("T_co", covariant=True)
 class RowReader(Protocol):
     """Random access to the rows of a source, whatever its format."""
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that are read to measure a row, on average, at least 1: an image counts by its header."""
+        ...
+
     def read(self, rows: NDArray[np.int64]) -> list[Row]:
         """The rows with these numbers in the source, in the order asked for."""
         ...

@@ -22,10 +22,7 @@ OURS, STOCK = ("recipes.titan_text", "micro"), ("recipes.demo.stock", "stock")
 
 def main() -> None:
     """Run the whole demonstration."""
-    root = JOBS.root
-    if root.exists():
-        shutil.rmtree(root)
-    root.mkdir()
+    root = JOBS.fresh()
     with console.status("building a corpus and a tokenizer from this machine's Python"):
         counts = build(root)
         shutil.copy(Path(__file__).parent / "recipe.toml", root / "recipe.toml")

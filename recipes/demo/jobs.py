@@ -54,6 +54,13 @@ class Jobs:
     steps: int
     save: int
 
+    def fresh(self) -> Path:
+        """The folder, empty."""
+        if self.root.exists():
+            shutil.rmtree(self.root)
+        self.root.mkdir()
+        return self.root
+
     def elastic(self, module: Module) -> list[Row]:
         """(a) an uninterrupted run; (b) the same, killed after its save; resumed on 1 and on 4 ranks."""
         say = "one seed checkpoint, so that all runs start alike"

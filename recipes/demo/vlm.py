@@ -6,7 +6,6 @@ Everything lands in `demo-vlm/`, with `sequence.png`: packed sequences, and thei
 exit code is 1 if any digest differs.
 """
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -23,16 +22,15 @@ SEQ_LEN, GLOBAL_BATCH = 256, 8  # as in qwen_micro
 
 def main() -> None:
     """Run the whole demonstration."""
-    root = JOBS.root
-    if root.exists():
-        shutil.rmtree(root)
-    root.mkdir()
+    root = JOBS.fresh()
     with console.status("building texts, captioned pictures and a tokenizer from this machine's Python"):
         counts = build(root, megabytes=2.0, marks=MARKS)
         pictures = build_pairs(root / "pairs")
-        shutil.copy(Path(__file__).parent / "vlm.toml", root / "recipe.toml")
-        own = (root / "recipe.toml").read_text() + '[tokenizer]\npath = "tokenizer"\n'
-        (root / "seen.toml").write_text(own)  # the trainer names the tokenizer itself; the picture has no trainer
+        recipe = (Path(__file__).parent / "vlm.toml").read_text()
+        (root / "recipe.toml").write_text(recipe)
+        (root / "glimmer.toml").write_text(recipe.replace("qwen3_5", "glimmer"))  # for glimmer_micro
+        # The trainer names the tokenizer itself; the picture has no trainer.
+        (root / "seen.toml").write_text(recipe + '[tokenizer]\npath = "tokenizer"\n')
     console.print(
         f"Corpus: {counts['docs']} documents of prose, 240 captioned crops of {pictures} pictures, mixed 0.5 / 0.5."
     )

@@ -24,6 +24,7 @@ from zephon.errors import DataError
 from zephon.formats.compressed import Codec, Descriptor, decompress
 from zephon.formats.index import LineIndex
 from zephon.formats.lines import BLANK, Offsets
+from zephon.formats.parts import by_part, part_of
 from zephon.types import Row
 
 _NEAR = 16 * 1024
@@ -52,6 +53,7 @@ class JsonlReader:
         self._indexes = list(indexes)
         rows = np.asarray([index.shard.rows for index in indexes], dtype=np.int64)
         self._first = np.cumsum(rows) - rows
+        self.row_bytes = max(1, sum(index.shard.bytes for index in indexes) // max(1, int(rows.sum())))
         kept = kept or MemberCache(KEPT_BYTES)
         self._members = [
             Members(index.shard.path, index.codec, index.members, kept)
@@ -86,17 +88,14 @@ class JsonlReader:
         return f"{index.shard.path}, line {line}, {'decompressed byte' if index.codec else 'byte'} {start + offset}"
 
     def _span(self, row: int) -> tuple[int, int, int]:
-        shard = int(np.searchsorted(self._first, row, side="right")) - 1
-        starts, local = self._indexes[shard].starts, row - int(self._first[shard])
+        shard, local = part_of(self._first, row)
+        starts = self._indexes[shard].starts
         return shard, int(starts[local]), int(starts[local + 1])
 
     def _raw(self, rows: NDArray[np.int64]) -> list[bytes]:
         """Bytes of each row, read in few calls: rows are visited by place and joined while the gaps are small."""
-        shards = np.searchsorted(self._first, rows, side="right") - 1
         out: list[bytes] = [b""] * len(rows)
-        for shard in map(int, np.unique(shards)):
-            where = np.flatnonzero(shards == shard)
-            local = rows[where] - self._first[shard]
+        for shard, where, local in by_part(self._first, rows):
             order = np.argsort(local, kind="stable")
             where, local = where[order], local[order]
             lo, hi = self._indexes[shard].spans(local)

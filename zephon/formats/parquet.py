@@ -29,6 +29,7 @@ from zephon.catalogue import Shard
 from zephon.errors import DataError, RecipeError
 from zephon.formats.blobs import OPEN, File
 from zephon.formats.index import Progress
+from zephon.formats.parts import by_part, part_of
 from zephon.types import Row
 
 KEPT_BYTES, MOST_BYTES = 64 * 1024 * 1024, 4 * 1024**3
@@ -163,15 +164,14 @@ class ParquetReader:
         self._files = [footer.file for footer in footers]
         rows = np.asarray([n for footer in footers for n in footer.shard.groups], np.int64)
         self._first = np.cumsum(rows) - rows
+        self.row_bytes = max(1, sum(footer.shard.bytes for footer in footers) // max(1, int(rows.sum())))
         self._first_group = np.asarray([0, *accumulate(len(footer.shard.groups) for footer in footers)], np.int64)
 
     def read(self, rows: NDArray[np.int64]) -> list[Row]:
         """The rows, in the order asked for."""
-        groups = np.searchsorted(self._first, rows, side="right") - 1
         out: list[Row] = [{}] * len(rows)
-        for group in np.unique(groups).tolist():
-            where = np.flatnonzero(groups == group)
-            local = (rows[where] - self._first[group]).tolist()
+        for group, where, inside in by_part(self._first, rows):
+            local: list[int] = inside.tolist()
             file, number = self._where(group)
             table = _decoded(file, number)
             try:
@@ -186,7 +186,7 @@ class ParquetReader:
 
     def place(self, row: int) -> str:
         """Where a row is: file, row of the file and row group, counted from 0."""
-        group = int(np.searchsorted(self._first, row, side="right")) - 1
+        group, _ = part_of(self._first, row)
         file, number = self._where(group)
         return f"{file.path}, row {row - int(self._first[group - number])} (row group {number})"
 
@@ -197,8 +197,8 @@ class ParquetReader:
 
     def _where(self, group: int) -> tuple[File, int]:
         """The file of a row group, and its number there."""
-        shard = int(np.searchsorted(self._first_group, group, side="right")) - 1
-        return self._files[shard], group - int(self._first_group[shard])
+        shard, number = part_of(self._first_group, group)
+        return self._files[shard], number
 
     def _check(self, table: Any, i: int, row: int) -> None:
         """Say where it is if a cell of row `i` of a table has no value."""

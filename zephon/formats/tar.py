@@ -36,12 +36,13 @@ from zephon.errors import DataError, RecipeError
 from zephon.formats.blobs import OPEN, File, FileBlob
 from zephon.formats.index import Meter, Progress, Stamp, from_cache, keep, load_kept, stamp_of
 from zephon.formats.lines import Offsets
+from zephon.formats.parts import by_part, part_of
 from zephon.types import Row
 
 logger = logging.getLogger(__name__)
 
 _LAYOUT = "tar 1"  # a change of what an index holds or of what makes a sample is another layout
-_BLOCK = 512
+_BLOCK, _HEAD_BYTES = 512, 4096  # the latter of a member measuring reads: a text whole, of an image the header
 _NEAR = 16 * 1024  # texts closer than this are read in one go
 _THREADS = 8  # headers lie far apart: where the file system is remote, waiting takes the time
 _TOLD = 8 * 1024 * 1024  # bytes between two calls of progress
@@ -160,20 +161,19 @@ class TarReader:
         self._indexes = list(indexes)
         rows = np.asarray([index.shard.rows for index in indexes], np.int64)
         self._first = np.cumsum(rows) - rows
+        read = sum(int(np.minimum(index.members[1], _HEAD_BYTES).sum()) for index in indexes)
+        self.row_bytes = max(1, read // max(1, int(rows.sum())))
 
     def read(self, rows: NDArray[np.int64]) -> list[Row]:
-        shards = np.searchsorted(self._first, rows, side="right") - 1
         out: list[Row] = [{}] * len(rows)
-        for shard in map(int, np.unique(shards)):
-            where = np.flatnonzero(shards == shard)
-            found = self._indexes[shard].rows(rows[where] - self._first[shard])
-            for i, row in zip(where.tolist(), found, strict=True):
+        for shard, where, local in by_part(self._first, rows):
+            for i, row in zip(where.tolist(), self._indexes[shard].rows(local), strict=True):
                 out[i] = row
         return out
 
     def place(self, row: int) -> str:
-        shard = int(np.searchsorted(self._first, row, side="right")) - 1
-        index, local = self._indexes[shard], row - int(self._first[shard])
+        shard, local = part_of(self._first, row)
+        index = self._indexes[shard]
         return f"{index.file.path}, sample {index.key(local)}, byte {index.members[0, int(index.starts[local])]}"
 
     def close(self) -> None:
