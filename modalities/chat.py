@@ -147,7 +147,7 @@ class Chat:
         if self._tokenizer.clean(everything) is not None:
             found.talk = talk.mapped(lambda text: self._tokenizer.clean(text) or text)
             found.counts.append(_SURROGATES)
-        if self._tokenizer.spells_special(everything):
+        if self._tokenizer.spelling_special([everything]):
             found.counts.append(_SPELLS)
         return found
 

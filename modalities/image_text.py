@@ -241,7 +241,7 @@ class ImageText:
         if clean is not None:
             counts.append("surrogates")
         text = text if clean is None else clean
-        if self._tokenizer.spells_special(text):
+        if self._tokenizer.spelling_special([text]):
             counts.append("special tokens in text")
         return text
 

@@ -5,7 +5,7 @@ without the first. So no label crosses a sample, and a cut inside one keeps its 
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,18 +37,18 @@ def build(plans: Sequence[Plan], seq_len: int, extras: Sequence[str] = (), free:
     count = np.arange(seq_len, dtype=np.int32)
     more = {name: _EXTRAS[name](plans, seq_len) for name in extras}
     for i, plan in enumerate(plans):
-        at = 0
+        here, following, counted = list[Ids](), list[Ids](), list[Ids]()  # joined in one call: short documents are many
         for sample, start, end in plan:
-            payload = cast(Payload, sample.payload)
+            payload: Payload = sample.payload
             ids, trained = payload[:2] if isinstance(payload, tuple) else (payload, None)
-            size = end - start
-            inputs[i, at : at + size] = ids[start:end]
-            following = ids[start + 1 : end + 1]
-            if trained is not None:
-                following = np.where(trained[start + 1 : end + 1], following, IGNORED)
-            labels[i, at : at + size] = following
-            positions[i, at : at + size] = count[:size]
-            at += size
+            after = ids[start + 1 : end + 1]
+            here.append(ids[start:end])
+            following.append(after if trained is None else np.where(trained[start + 1 : end + 1], after, IGNORED))
+            counted.append(count[: end - start])
+        if plan:
+            at = sum(map(len, here))
+            for array, parts in ((inputs, here), (labels, following), (positions, counted)):
+                np.concatenate(parts, out=array[i, :at])
     return {"input": inputs, "labels": labels, "positions": positions, **more}
 
 

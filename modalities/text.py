@@ -73,18 +73,18 @@ class Text:
         return split(batch)
 
     def _texts(self, rows: Sequence[Row]) -> tuple[list[str], dict[int, list[str]]]:
-        texts: list[str] = []
+        found = [row.get(self._field) for row in rows]
+        texts = [text for text in found if isinstance(text, str)]
+        if len(texts) < len(found):
+            bad = [isinstance(text, str) for text in found].index(False)
+            raise BadRowError(bad, self._complaint(rows[bad]))
         counts: dict[int, list[str]] = {}
-        for i, row in enumerate(rows):
-            text = row.get(self._field)
-            if not isinstance(text, str):
-                raise BadRowError(i, self._complaint(row))
-            if (cleaned := self._tokenizer.clean(text)) is not None:
-                text = cleaned
+        for i in [i for i, text in enumerate(texts) if not text.isascii()]:
+            if (cleaned := self._tokenizer.clean(texts[i])) is not None:
+                texts[i] = cleaned
                 counts.setdefault(i, []).append("surrogates")
-            if self._tokenizer.spells_special(text):
-                counts.setdefault(i, []).append("special tokens in text")
-            texts.append(text)
+        for i in self._tokenizer.spelling_special(texts):
+            counts.setdefault(i, []).append("special tokens in text")
         return texts, counts
 
     def _complaint(self, row: Row) -> str:

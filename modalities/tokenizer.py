@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,7 +46,7 @@ class TextTokenizer(Encoder):
         self.eos = _edge(spec.eos, "eos", self.config, self._own, file)
         special = self._own.special
         self.special, self._added = spelled(special), spelled(self._own.added)
-        self._hints = sorted({one[:2] for one in special})
+        self._letters = sorted({"|" if "|" in one else one[0] for one in special})  # each holds one; text, seldom "|"
         self._names = {token: _name(i, token) for i, token in enumerate(special)}
         self.hidden = self._leaks()
         super().__init__(self._own.renamed(self._names) if self.hidden else self._own)
@@ -70,9 +71,12 @@ class TextTokenizer(Encoder):
             return _SURROGATE.sub("\ufffd", text)
         return None
 
-    def spells_special(self, text: str) -> bool:
-        """Whether a special token is spelled out in the text. Looks for two-letter hints first: `in` is memchr-fast."""
-        return any(hint in text for hint in self._hints) and self.special.search(text) is not None
+    def spelling_special(self, texts: Sequence[str]) -> list[int]:
+        """Which texts spell out a special token. Looks for a letter first: 0.1 us a KB, where two letters take 1 us."""
+        found = set[int]()
+        for letter in self._letters:
+            found.update([i for i, text in enumerate(texts) if letter in text and self.special.search(text)])
+        return sorted(found)
 
     def check_special(self) -> None:
         """Compare the libraries on texts in which control tokens count as such, before conversations are encoded."""

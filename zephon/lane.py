@@ -85,17 +85,20 @@ class Lane:
     ) -> None:
         self.number, self._sources, self._mix, self._packer, self._fill = number, sources, mix, packer, fill
         self._mixer = Mixer(mix.weights, [source.deficit for source in state.sources])
-        self._positions = [source.position for source in state.sources]
+        positions = [source.position for source in state.sources]
+        self._offsets = [position.offset for position in positions]
         self._mixed = [source.mixed for source in state.sources]
         self._counts = [list(source.counters) for source in state.sources]
-        self._fresh = [position.group for position in self._positions]
-        self.feeds = [Feed(i, number, source.order, self._positions[i]) for i, source in enumerate(sources)]
+        self.feeds = [
+            Feed(i, number, source.order, position._replace(offset=0))
+            for i, (source, position) in enumerate(zip(sources, positions, strict=True))
+        ]
         self._rest: Segment | None = None
         if state.rest:
             self._rest = Segment(samples[state.rest.ref], state.rest.start, state.rest.end)
         packer.restore([[Segment(samples[one.ref], one.start, one.end) for one in bin] for bin in state.open])
         self._ended = False
-        for i, position in enumerate(self._positions):
+        for i, position in enumerate(positions):
             if position == _end(sources[i].order):
                 self._ended = not self._mixer.retire(i)
 
@@ -118,55 +121,55 @@ class Lane:
 
     def state(self) -> LaneState:
         """The state after the record that `next_plan` returned last; shares nothing with this lane."""
-        zipped = zip(self._positions, self._mixer.deficits, self._mixed, self._counts, strict=True)
-        sources = tuple(SourceState(at, deficit, mixed, tuple(counts)) for at, deficit, mixed, counts in zipped)
+        positions = map(Feed.position, self.feeds, self._offsets)
+        counts = map(tuple, self._counts)
+        sources = tuple(map(SourceState, positions, self._mixer.deficits, self._mixed, counts))
         return LaneState(sources, self._rest, tuple(map(tuple, self._packer.open)))
 
-    def _next_piece(self) -> Segment | None:
+    def _next_piece(self) -> tuple[Sample, int, int] | None:
         """Take the next piece from the source that is furthest behind its share; None at the end of a finite stream."""
-        while True:
-            if self._ended:
-                return None
+        while not self._ended:
             source = self._mixer.pick()
-            found = self._next_sample(source)
-            if found:
-                return self._take_piece(source, *found)
+            sample = self._next_sample(source)
+            if sample is not None:
+                return self._take_piece(source, sample)
             if self._mix.stop:
                 self._ended = True
             elif (end := _end(self._sources[source].order)) is not None:
                 self._ended = not self._mixer.retire(source)
-                self._positions[source] = end
+                self.feeds[source].finish(end)
+        return None
 
-    def _take_piece(self, source: int, sample: Sample, after: Position) -> Segment:
-        start, end = self._positions[source].offset, sample.positions
-        piece = self._mix.piece
-        if piece is not None and end - start > piece:
-            end = uncut(sample, start, start + piece)
+    def _take_piece(self, source: int, sample: Sample) -> tuple[Sample, int, int]:
+        start, end, mix = self._offsets[source], sample.positions, self._mix
+        if mix.piece is not None and end - start > mix.piece:
+            end = uncut(sample, start, start + mix.piece)
         if end < sample.positions:
-            self._positions[source] = self._positions[source]._replace(offset=end)
+            self._offsets[source] = end
         else:
-            self.feeds[source].ready.popleft()
-            self._pass(source, sample, after)
-        self._mixer.charge(source, 1 if self._mix.by_samples else end - start)
+            self._pass(source, sample)
+        self._mixer.charge(source, 1 if mix.by_samples else end - start)
         self._mixed[source] += end - start
-        return Segment(sample, start, end)
+        return sample, start, end
 
-    def _next_sample(self, source: int) -> tuple[Sample, Position] | None:
+    def _next_sample(self, source: int) -> Sample | None:
         """The next sample of a source that is to be delivered; those before it that are not are passed and counted."""
-        feed, known = self.feeds[source], self._sources[source]
+        feed, known, longest = self.feeds[source], self._sources[source], self._mix.longest
+        fresh: int | None = None
         while True:
             if not feed.ready:
                 self._fill(feed)
                 if not feed.ready:
                     return None
-            sample, after = self._judged(source, *feed.ready[0])
+            sample = feed.ready[0]
+            if longest and sample.positions > longest[bool(sample.atoms)]:
+                sample = self._too_long(source, sample)
             if sample.positions:
-                self._fresh[source] = after.group
-                return sample, after
-            feed.ready.popleft()
-            self._pass(source, sample, after)
+                return sample
+            fresh = feed.position().group if fresh is None else fresh
+            self._pass(source, sample)
             # At least so many draws: whole groups only. A finite source ends by itself.
-            draws = (after.group - self._fresh[source] - 1) * known.order.draws_per_group
+            draws = (feed.position().group - fresh - 1) * known.order.draws_per_group
             if draws > known.order.patience and known.order.groups is None:
                 if not (known.order.by_chance and known.has_usable_row()):
                     raise DataError(
@@ -174,23 +177,22 @@ class Lane:
                         f"{self._reasons(source)}. The mix would wait for it for ever. Mend its data or its filter, or "
                         "remove it from the recipe."
                     )
-                self._fresh[source] = after.group
+                fresh = feed.position().group
 
-    def _judged(self, source: int, sample: Sample, after: Position) -> tuple[Sample, Position]:
-        """The sample, or one without positions in its place where it is longer than the recipe allows."""
-        if self._mix.longest is None or sample.positions <= self._mix.longest[bool(sample.atoms)]:
-            return sample, after
+    def _too_long(self, source: int, sample: Sample) -> Sample:
+        """A sample without positions in the place of one that is longer than the recipe allows."""
         if not self._mix.drop_longer:
-            known = self._sources[source]
+            known, most = self._sources[source], self._mix.longest or (0, 0)
             raise DataError(
                 f"Source {known.name!r}: {known.place(sample.ref)}: the sample has {sample.positions} positions, more "
-                f"than the {self._mix.longest[bool(sample.atoms)]} that a sequence holds, and [packing] too_long = "
-                "'error'. Use 'split' or 'drop', or a longer seq_len."
+                f"than the {most[bool(sample.atoms)]} that a sequence holds, and [packing] too_long = 'error'. Use "
+                "'split' or 'drop', or a longer seq_len."
             )
-        return sample._replace(positions=0, counts=(*sample.counts, TOO_LONG)), after
+        return sample._replace(positions=0, counts=(*sample.counts, TOO_LONG))
 
-    def _pass(self, source: int, sample: Sample, after: Position) -> None:
-        self._positions[source] = after
+    def _pass(self, source: int, sample: Sample) -> None:
+        self.feeds[source].advance()
+        self._offsets[source] = 0
         for name in sample.counts:
             self._counts[source][self._sources[source].counters.index(name)] += 1
 

@@ -40,7 +40,7 @@ class Mixer:
     @property
     def deficits(self) -> list[int]:
         """How far each source is behind its share, in positions times the sum of weights; 0 for one that has ended."""
-        return [deficit if weight else 0 for deficit, weight in zip(self._deficits, self._weights, strict=True)]
+        return [deficit if deficit != _NEVER else 0 for deficit in self._deficits]
 
     def pick(self) -> int:
         """The source that is furthest behind; the first in the recipe among equals."""
@@ -48,10 +48,10 @@ class Mixer:
 
     def charge(self, source: int, cost: int) -> None:
         """Account for a piece of `cost` (positions, or 1 where samples are mixed) taken from `source`."""
-        self._deficits = [
-            deficit + weight * cost for deficit, weight in zip(self._deficits, self._weights, strict=True)
-        ]
-        self._deficits[source] -= self._total * cost
+        deficits = self._deficits
+        for i, weight in enumerate(self._weights):
+            deficits[i] += weight * cost
+        deficits[source] -= self._total * cost
 
     def retire(self, source: int) -> bool:
         """A source has ended: the others share what it would have got. Returns whether any is left."""

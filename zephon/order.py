@@ -9,7 +9,7 @@ Where a file has row groups a row costs its whole group, so their chunks are per
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,7 @@ MIXED_BYTES = 32 * 1024 * 1024
 lanes of 4 groups each of 7.6 MiB the first 30 Mtoken cost 0.099 CPU s each (127 groups decoded), of one 0.071 (51)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """The rows of one group in the order in which they are visited; three arrays of one length.
 
     Attributes:

@@ -72,7 +72,7 @@ class Bin:
         """How far positions `[start, end)` of a sample fit; `start` where not even the first does."""
         limit = start + self.room - self.reserved
         if not sample.atoms:
-            return min(end, limit)
+            return end if end < limit else limit
         left = self.left
         for atom in _atoms(sample, start, end):
             if atom.end - start > self.room or any(cost > most for cost, most in zip(atom.costs, left, strict=True)):
@@ -83,14 +83,15 @@ class Bin:
 
     def add(self, sample: Sample, start: int, end: int) -> None:
         """Take in positions that fit; touching runs of one sample are one segment."""
-        last = self.segments[-1] if self.segments else None
-        if last and last.sample.ref == sample.ref and last.end == start:
+        last = self.segments[-1] if start and self.segments else None
+        if last and last.end == start and last.sample.ref == sample.ref:
             self.segments[-1] = Segment(sample, last.start, end)
         else:
             self.segments.append(Segment(sample, start, end))
         self.room -= end - start
-        for atom in _atoms(sample, start, end) if sample.atoms else ():
-            self.left, self.reserved = _without(self.left, atom), 0
+        if sample.atoms:
+            for atom in _atoms(sample, start, end):
+                self.left, self.reserved = _without(self.left, atom), 0
 
     def leave(self) -> Plan:
         """The finished plan."""
@@ -168,12 +169,13 @@ class Concat:
         return [list(self._bin.segments)] if self._bin.segments else []
 
     def offer(self, sample: Sample, start: int, end: int) -> tuple[int, Plan | None]:
-        taken = self._bin.reach(sample, start, end)
+        one = self._bin
+        taken = one.reach(sample, start, end)
         if taken > start:
-            self._bin.add(sample, start, taken)
-        elif not self._bin.segments:
+            one.add(sample, start, taken)
+        elif not one.segments:
             raise _too_large(sample, start)
-        return taken, self.flush() if taken < end or self._bin.full else None
+        return taken, self.flush() if taken < end or one.room <= one.reserved else None
 
     def flush(self) -> Plan | None:
         done, self._bin = self._bin, Bin(self._room)

@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from zephon.errors import RestoreError
@@ -52,8 +51,7 @@ are taken after every record, but few are written: to make ranges of 165 open se
 `best_fit` cost at 64 lanes (0.118 CPU s per Mtoken, 0.079 without)."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceState:
+class SourceState(NamedTuple):
     """What a lane remembers of one source.
 
     Attributes:
@@ -73,8 +71,7 @@ Late = Mapping[tuple[int, int], int]
 """What was counted when records were built: by source and number of its counter."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaneState:
+class LaneState(NamedTuple):
     """All that a lane must remember after a record.
 
     Attributes:
@@ -97,10 +94,10 @@ class LaneState:
         if not late:
             return self
         sources = [
-            replace(one, counters=tuple(number + late.get((i, k), 0) for k, number in enumerate(one.counters)))
+            one._replace(counters=tuple(number + late.get((i, k), 0) for k, number in enumerate(one.counters)))
             for i, one in enumerate(self.sources)
         ]
-        return replace(self, sources=tuple(sources))
+        return self._replace(sources=tuple(sources))
 
     def encode(self, key: str, tag: bytes) -> bytes:
         """Bytes of this state for the lane `key`, under the header that `tag` names."""

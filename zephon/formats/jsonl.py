@@ -14,6 +14,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -69,7 +70,14 @@ class JsonlReader:
         Raises:
             DataError: a row is no JSON object; names file, line and byte.
         """
-        return [self._parse(raw, number) for raw, number in zip(self._raw(rows), rows.tolist(), strict=True)]
+        raws = self._raw(rows)
+        try:
+            found = list(map(orjson.loads, raws))
+        except orjson.JSONDecodeError:
+            found = []
+        if len(found) == len(raws) and all(isinstance(row, dict) for row in found):
+            return found
+        return [self._parse(raw, number) for raw, number in zip(raws, rows.tolist(), strict=True)]
 
     def place(self, row: int) -> str:
         """Where a row is: file, line and byte; of the decompressed text, where the file is compressed.
@@ -99,17 +107,16 @@ class JsonlReader:
             order = np.argsort(local, kind="stable")
             where, local = where[order], local[order]
             lo, hi = self._indexes[shard].spans(local)
-            breaks = np.flatnonzero(lo[1:] - hi[:-1] > _NEAR) + 1
+            runs = np.flatnonzero(np.append(True, lo[1:] - hi[:-1] > _NEAR))
+            places, starts, ends = where.tolist(), lo.tolist(), hi.tolist()
             file = self._file(shard)
             if not self._indexes[shard].copy:
                 self._indexes[shard].check(file.fd)
-            for a, b in zip([0, *breaks.tolist()], [*breaks.tolist(), len(lo)], strict=True):
-                base = int(lo[a])
-                data = self._pread(file, int(hi[b - 1]) - base, base, shard)
-                for w, x, y in zip(
-                    where[a:b].tolist(), (lo[a:b] - base).tolist(), (hi[a:b] - base).tolist(), strict=True
-                ):
-                    out[w] = data[x:y]
+            for a, b in pairwise([*runs.tolist(), len(places)]):
+                base = starts[a]
+                data = self._pread(file, ends[b - 1] - base, base, shard)
+                for i in range(a, b):
+                    out[places[i]] = data[starts[i] - base : ends[i] - base]
         return out
 
     def _file(self, shard: int) -> Descriptor:
