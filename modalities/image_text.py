@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from modalities.images import Geometry, ImageError, codec_versions, expand, load, patchify, read_size
+from modalities.images import Geometry, Header, ImageError, codec_versions, expand, load, patchify, read_header
 from modalities.media import MediaError
 from modalities.options import Options
 from modalities.parts import OPTIONS, Layout, Part, PartsError
@@ -182,12 +182,14 @@ class ImageText:
         spans = _spans(plans)
         pictures = [(span, picture) for span in spans for picture in span.pictures]
         grids = [self.geometry.grid(picture.height, picture.width) for _, picture in pictures]
-        patches = np.zeros((sum(map(math.prod, grids)), 3 * self.geometry.patch_size**2), np.uint8)
+        patches = np.empty((sum(map(math.prod, grids)), 3 * self.geometry.patch_size**2), np.uint8)
         at, broken = 0, dict[tuple[int, Ref], None]()
         for (span, picture), grid in zip(pictures, grids, strict=True):
             mine = patches[at : at + math.prod(grid)]
             if not self._draw(picture, span.sample.payload.style, mine):
-                broken[span.row, span.sample.ref] = None
+                mine[:] = 0
+                if picture.blob:
+                    broken[span.row, span.sample.ref] = None
             at += len(mine)
         for span in spans:  # a sample may lie in several segments of a sequence
             if (span.row, span.sample.ref) in broken:
@@ -249,7 +251,8 @@ class ImageText:
         """Size the images of a row, then lay out its tokens."""
         if not row.parts:
             return None, 0, ()
-        sizes = [read_size(part) for part in row.parts if not isinstance(part, str)]
+        headers = [read_header(part) for part in row.parts if not isinstance(part, str)]
+        sizes = [header.shown() for header in headers]
         edges = [edge is not None for edge in (self._tokenizer.bos, self._tokenizer.eos)]
         plain = sum(map(len, texts)) + sum(edges) - 1 + 2 * len(sizes)
         fitted = fit(sizes, self.geometry, self._most, plain, self._over)
@@ -258,22 +261,22 @@ class ImageText:
             return None, 0, ()
         if fitted.shrunk:
             row.counts.append("shrunk to fit")
-        return self._laid_out(row.parts, texts, fitted.sizes)
+        return self._laid_out(row.parts, texts, headers, fitted.sizes)
 
     def _laid_out(
-        self, parts: Sequence[Part], texts: list[Ids], sizes: Sequence[tuple[int, int]]
+        self, parts: Sequence[Part], texts: list[Ids], headers: Sequence[Header], sizes: Sequence[tuple[int, int]]
     ) -> tuple[Mixed, int, tuple[Atom, ...]]:
         bos, eos, marks = self._tokenizer.bos, self._tokenizer.eos, self.marks
         pieces = list[Ids]() if bos is None else [np.array([bos], np.int32)]
         trained, pictures, at = [True] * len(pieces), list[Picture](), len(pieces)
-        waiting, ahead = iter(texts), iter(sizes)
+        waiting, ahead = iter(texts), zip(headers, sizes, strict=True)
         for part in parts:
             if isinstance(part, str):
                 pieces.append(next(waiting))
             else:
-                height, width = next(ahead)
+                header, (height, width) = next(ahead)
                 count = self.geometry.tokens(height, width)
-                pictures.append(Picture(part, at, height, width))
+                pictures.append(Picture(part, at, height, width, header))
                 pieces.append(np.array([marks.start, *[marks.pad] * count, marks.end], np.int32))
             trained.append(isinstance(part, str))
             at += len(pieces[-1])
@@ -305,11 +308,11 @@ class ImageText:
         return Sample(Ref(-1, 0, 0, 0, 0), 3, payload, (), (atom,))
 
     def _draw(self, picture: Picture, style: Style, out: NDArray[np.uint8]) -> bool:
-        """Write the patches of a picture to `out`, which is black; False where it is broken, as no header told."""
+        """Write the patches of a picture to `out`; False for the null image, and one that is broken all the same."""
         if picture.blob is None:
-            return True
+            return False
         try:
-            pixels = load(picture.blob.read(), (picture.height, picture.width), style.background)
+            pixels = load(picture.blob.read(), (picture.height, picture.width), style.background, picture.header)
         except ImageError as error:
             if style.strict:
                 raise DataError(f"{picture.blob.place}: {error}, and on_error = 'raise'.") from error

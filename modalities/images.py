@@ -39,8 +39,8 @@ from modalities.media import Bytes
 from zephon.errors import UsageError
 
 __all__ = [
-    "PRESETS", "Color", "Geometry", "ImageError", "Pixels", "Size",
-    "codec_versions", "expand", "load", "patchify", "read_size",
+    "PRESETS", "Color", "Geometry", "Header", "ImageError", "Pixels", "Size",
+    "codec_versions", "expand", "load", "patchify", "read_header", "read_size",
 ]  # fmt: skip
 
 Pixels = NDArray[np.uint8]
@@ -49,13 +49,14 @@ Color = tuple[int, int, int]
 _RGB = 3  # torchvision's ImageReadMode
 
 
-def load(data: bytes, size: Size, background: Color = (255, 255, 255)) -> Pixels:
+def load(data: bytes, size: Size, background: Color = (255, 255, 255), header: Header | None = None) -> Pixels:
     """Decode a picture, turn it upright, make it RGB and resize it (bicubic, antialiased).
 
     Args:
         data: the file.
         size: (height, width) to resize to, of the picture as it is shown.
         background: RGB that transparent parts are laid over.
+        header: of the file, where it has been read before.
 
     Returns:
         uint8 [height, width, 3], of any strides.
@@ -67,7 +68,7 @@ def load(data: bytes, size: Size, background: Color = (255, 255, 255)) -> Pixels
         UsageError: `PIL.ImageFile.LOAD_TRUNCATED_IMAGES` is set, and this is a GIF, a BMP, or a WebP with alpha or
             animation.
     """
-    header = read_header(Bytes(data))
+    header = header or read_header(Bytes(data))
     try:
         pixels = _DECODERS[header.kind](data, header, background)
     except (ImageError, UsageError):

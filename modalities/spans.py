@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modalities.geometry import Geometry
+from modalities.headers import Header
 from zephon.types import Blob
 
 
@@ -18,12 +19,14 @@ class Picture(NamedTuple):
         blob: where its bytes are; None for the null image, which is black.
         start: position of the token before its placeholders.
         height, width: pixels after resizing.
+        header: what the file says of itself.
     """
 
     blob: Blob | None
     start: int
     height: int
     width: int
+    header: Header | None = None
 
 
 class Fitted(NamedTuple):

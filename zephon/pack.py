@@ -11,6 +11,7 @@ cut. Where every record must hold media, a bin without any keeps room for a fill
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import le
 from typing import Protocol
 
 from zephon.errors import DataError
@@ -208,11 +209,12 @@ class BestFit:
         end = self._empty.reach(sample, start, end)
         if end == start:
             raise _too_large(sample, start)
-        size, atoms = end - start, bool(sample.atoms)
+        size, atoms = end - start, _atoms(sample, start, end) if sample.atoms else ()
+        costs = [sum(column) for column in zip(*(atom.costs for atom in atoms), strict=True)]
         fits = [
             (one.room, one.left, i)
             for i, one in enumerate(self._bins)
-            if (one.reach(sample, start, end) == end if atoms else one.room - one.reserved >= size)
+            if one.room - (0 if atoms else one.reserved) >= size and all(map(le, costs, one.left))
         ]
         at = min(fits)[2] if fits else len(self._bins)
         if not fits:

