@@ -96,12 +96,13 @@ def segments(prefix: Prefix) -> Iterator[tuple[int, int, int]]:
     at = 2
     while True:
         for _ in range(_FIRST):  # libjpeg passes what is between segments
-            if prefix.take(at, 1) == b"\xff" and prefix.take(at + 1, 1) not in b"\0\xff":
+            fill, marker = prefix.take(at, 2)
+            if fill == 0xFF and marker not in (0, 0xFF):
                 break
             at += 1
         else:
             raise ImageError(f"a JPEG without a marker before byte {at:,}")
-        marker, at = prefix.take(at + 1, 1)[0], at + 2
+        at += 2
         if marker == 0x01 or 0xD0 <= marker <= 0xD8:  # these stand alone
             continue
         if marker == 0xD9:

@@ -277,7 +277,9 @@ class ImageText:
                 header, (height, width) = next(ahead)
                 count = self.geometry.tokens(height, width)
                 pictures.append(Picture(part, at, height, width, header))
-                pieces.append(np.array([marks.start, *[marks.pad] * count, marks.end], np.int32))
+                run = np.full(count + 2, marks.pad, np.int32)
+                run[0], run[-1] = marks.start, marks.end
+                pieces.append(run)
             trained.append(isinstance(part, str))
             at += len(pieces[-1])
         if eos is not None:

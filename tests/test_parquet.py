@@ -28,7 +28,8 @@ from zephon.catalogue import Catalogue, Shard
 from zephon.digest import lane_digest, step_digest
 from zephon.formats import parquet
 from zephon.formats.blobs import File
-from zephon.formats.parquet import GROUPS, CellBlob, GroupCache, ParquetReader, open_parquet
+from zephon.formats.groups import GROUPS, GroupCache
+from zephon.formats.parquet import CellBlob, ParquetReader, open_parquet
 from zephon.types import Blob
 
 

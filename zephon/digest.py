@@ -4,6 +4,7 @@ A record is hashed array by array in sorted order of names, each with its name, 
 its records of one step, and the digest of a step covers its lanes in order. Every rank hashes only what it owns.
 """
 
+import functools
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
@@ -29,12 +30,17 @@ def lane_digest(records: Sequence[Record]) -> bytes:
             if array.dtype.hasobject:
                 raise TypeError(f"Array {name!r} holds Python objects and cannot be hashed.")
             array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-            for word in (name.encode(), array.dtype.str.encode()):
-                digest.update(struct.pack("<q", len(word)))
-                digest.update(word)
-            digest.update(struct.pack(f"<q{array.ndim}q", array.ndim, *array.shape))
+            digest.update(_head(name, array.dtype.str, array.shape))
             digest.update(array.data)
     return digest.digest()
+
+
+@functools.lru_cache(1024)
+def _head(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """What is hashed before the bytes of an array; kept, since hashing it word by word took a third of all the time."""
+    words = (name.encode(), dtype.encode())
+    sized = b"".join(struct.pack("<q", len(word)) + word for word in words)
+    return sized + struct.pack(f"<q{len(shape)}q", len(shape), *shape)
 
 
 def step_digest(lanes: Mapping[int, bytes]) -> str:

@@ -254,8 +254,9 @@ class Feeder:
         Returns whether there were any.
         """
         feeds, share = self._feeds[first.source], self._share(first.source)
-        open_ones = [feed for feed in feeds if not feed.ended and feed is not first]
-        hungry = [feed for feed in open_ones if feed.ahead < self._wanted(feed, share)]
+        # Lanes that have not asked yet do not join: the first batch, of a few lanes, would wait for rows of all.
+        others = [feed for feed in feeds if feed.turns and not feed.ended and feed is not first]
+        hungry = [feed for feed in others if 2 * feed.ahead < self._wanted(feed, share)]
         room = max(1, TASK_BYTES // self._row_bytes[first.source])
         parts: list[_Part] = []
         for feed in (first, *sorted(hungry, key=_ahead)):

@@ -7,8 +7,7 @@ Rank `r` of `G` owns the lanes `l` with `l * G // L == r`. Global batch `t = 1, 
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,8 +71,7 @@ def _near(given: int, works: list[int]) -> str:
     return " and ".join(str(one) for one in below + above)
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
+class Stats(NamedTuple):
     """What a rank's lanes have delivered since the beginning of the run.
 
     Attributes:
@@ -102,6 +100,8 @@ class Loader:
         local_batch_size: sequences of a micro-batch; all of a rank's share at once where left out.
         pad_last: at the end of a finite stream, fill the last global batch with masked records (validation), instead of
             dropping it (training).
+        wide: deliver what is int32 as int64, which embeddings and losses want; made where the batch is made, so that a
+            trainer beside an isolated loader takes it as it is. Digests and states do not change.
 
     Raises:
         TopologyError: ranks, lanes and batches do not fit.
@@ -114,12 +114,13 @@ class Loader:
         world: int = 1,
         local_batch_size: int | None = None,
         pad_last: bool = False,
+        wide: bool = False,
     ) -> None:
         parts, size = stream.parts, stream.batch.global_batch_size
         self._local = check_topology(lanes=parts, global_batch=size, world=world, local_batch=local_batch_size)
         if not 0 <= rank < world:
             raise TopologyError(f"rank must be from 0 to {world - 1}, it is {rank}.")
-        self._stream, self._pad_last = stream, pad_last
+        self._stream, self._pad_last, self._wide = stream, pad_last, wide
         self.lanes = owned_lanes(rank, world, parts)
         """The lanes of this rank, ascending; for a finite stream, its records of a global batch."""
         self._finite = stream.recipe.finite
@@ -166,6 +167,11 @@ class Loader:
         for sequence, source, counter in late:
             lane = 0 if self._finite else self.lanes[(self._handed * self._local + sequence) // self._share]
             self._late[lane][source, counter] += 1
+        if self._wide:
+            batch = {
+                name: array.astype(np.int64) if array.dtype == np.int32 else array for name, array in batch.items()
+            }
+        self._batch_bytes = sum(array.nbytes for array in batch.values())
         self._handed += 1
         if self._handed == self._per_step:
             self._handed, self._step = 0, self._step + 1
@@ -269,11 +275,15 @@ class Loader:
                 self._feeder.add(feed)
         self._plans = self._decide_finite(lanes[0]) if self._finite else self._decide(lanes)
         self._ahead: deque[Handle[Batch]] = deque()
+        self._batch_bytes = 0
 
     def _next_handle(self) -> Handle[Batch]:
         """The oldest micro-batch in the making; as many more are set to work as the builder takes at once."""
         builder = self._stream.builder
+        room = self._stream.making_bytes()
         while len(self._ahead) <= builder.tasks:
+            if self._ahead and (len(self._ahead) + 1) * self._batch_bytes > room:
+                break
             plans = list(itertools.islice(self._plans, self._local))
             if not plans:
                 break

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from zephon.errors import RecipeError, nearest
-
-T = TypeVar("T", int, str, bool)
+from zephon.budget import MEMORY
+from zephon.errors import RecipeError
+from zephon.section import Section, show
 
 DEFAULT_CACHE = "~/.cache/zephon"
 
@@ -87,6 +87,7 @@ class RunSpec:
     runner: str = "inline"
     workers: int = 1
     isolate: bool = False
+    memory: int = MEMORY
     cache: Path = field(default_factory=lambda: Path(DEFAULT_CACHE).expanduser())
 
 
@@ -161,80 +162,8 @@ class Recipe:
         return self
 
 
-class _Section:
-    """The keys of one table, taken one by one; `done` refuses what is left."""
-
-    def __init__(self, values: object, name: str) -> None:
-        if not isinstance(values, dict):
-            raise RecipeError(f"{name} must be a table, it is {_show(values)}.")
-        self._values: dict[str, Any] = dict(values)  # pyright: ignore[reportUnknownArgumentType]
-        self._name = name
-        self._known: list[str] = []
-
-    def take(self, key: str, kind: type[T], default: Any = ...) -> T:
-        """The value of `key`, which must be of type `kind`; required unless there is a default."""
-        value = self.raw(key, default)
-        if value is default and default is not ...:
-            return value
-        if isinstance(value, str) and "\0" in value:
-            raise RecipeError(f"{self.label(key)} holds a NUL character, which no name or path can.")
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            names = {int: "a whole number", str: "a string", bool: "true or false"}
-            raise RecipeError(f"{self.label(key)} must be {names[kind]}, it is {_show(value)}.")
-        return value
-
-    def number(self, key: str, least: int, default: Any = ..., most: int = 2**31 - 1) -> int:
-        """A whole number in `[least, most]`."""
-        value = self.take(key, int, default)
-        if value is not default and not least <= value <= most:
-            raise RecipeError(f"{self.label(key)} must be from {least} to {most}, it is {value}.")
-        return value
-
-    @property
-    def names(self) -> list[str]:
-        """The keys that nobody has taken yet."""
-        return list(self._values)
-
-    def choice(self, key: str, allowed: list[str], default: str, or_named: bool = False) -> str:
-        """One of a few words, or `module:Class` where the user may bring a class."""
-        value = self.take(key, str, default)
-        if value not in allowed and not (or_named and ":" in value):
-            known = ", ".join([*map(repr, allowed), *(["'module:Class'"] if or_named else [])])
-            raise RecipeError(f"{self.label(key)} must be one of {known}; it is {value!r}.{nearest(value, allowed)}")
-        return value
-
-    def raw(self, key: str, default: Any = ...) -> Any:
-        """The value of `key` as TOML gave it."""
-        self._known.append(key)
-        if key not in self._values and default is ...:
-            hints = [nearest(other, [key]) for other in self._values if other not in self._known]
-            hint = f" Is {_meant(self._values, key)!r} meant?" if any(hints) else ""
-            raise RecipeError(f"{self.label(key)} is missing.{hint}")
-        return self._values.pop(key, default)
-
-    def rest(self) -> dict[str, Any]:
-        """All keys that nobody took."""
-        rest, self._values = self._values, {}
-        return rest
-
-    def done(self) -> None:
-        """Refuse unknown keys."""
-        for key in self._values:
-            raise RecipeError(
-                f"{self.label(key)} is not a known key; {self._name} takes {', '.join(self._known)}."
-                f"{nearest(key, self._known)}"
-            )
-
-    def label(self, key: str) -> str:
-        return key if self._name == "the recipe" else f"{self._name} {key}"
-
-
-def _meant(values: Mapping[str, Any], key: str) -> str:
-    return next(other for other in values if nearest(other, [key]))
-
-
 def _recipe(values: dict[str, Any], path: Path) -> Recipe:
-    top = _Section(values, "the recipe")
+    top = Section(values, "the recipe")
     seed = top.number("seed", 0, 0, most=2**63 - 1)
     mix = _mix(top.raw("mix", {}))
     finite = mix.on_end != "repeat"
@@ -247,11 +176,11 @@ def _recipe(values: dict[str, Any], path: Path) -> Recipe:
     batch = _batch(top.raw("batch", None), lanes)
     tokenizer = _tokenizer(top.raw("tokenizer", None), path.parent)
     sources = _sources(top.raw("sources"), finite)
-    shuffle = _Section(top.raw("shuffle", {}), "[shuffle]")
+    shuffle = Section(top.raw("shuffle", {}), "[shuffle]")
     window = shuffle.number("window", 0, 256)
     shuffle.done()
     packing = _packing(top.raw("packing", {}))
-    records = _Section(top.raw("records", {}), "[records]")
+    records = Section(top.raw("records", {}), "[records]")
     extras = tuple(name for name in ("document_ids", "cu_seqlens") if records.take(name, bool, False))
     records.done()
     run = _run(top.raw("run", {}), path.parent)
@@ -262,7 +191,7 @@ def _recipe(values: dict[str, Any], path: Path) -> Recipe:
 def _batch(values: object, lanes: int) -> BatchSpec | None:
     if values is None:
         return None
-    section = _Section(values, "[batch]")
+    section = Section(values, "[batch]")
     batch = BatchSpec(section.number("seq_len", 1), section.number("global_batch_size", 1))
     section.done()
     _check_batch(batch, lanes)
@@ -291,7 +220,7 @@ def _check_batch(batch: BatchSpec, lanes: int) -> None:
 def _tokenizer(values: object, folder: Path) -> TokenizerSpec | None:
     if values is None:
         return None
-    section = _Section(values, "[tokenizer]")
+    section = Section(values, "[tokenizer]")
     path = folder / Path(section.take("path", str)).expanduser()
     spec = TokenizerSpec(path, section.take("bos", bool, None), section.take("eos", bool, None))
     section.done()
@@ -312,7 +241,7 @@ def _sources(values: object, finite: bool) -> tuple[SourceSpec, ...]:
 
 
 def _source(values: object, number: int, finite: bool) -> SourceSpec:
-    section = _Section(values, f"[[sources]] number {number + 1}:")
+    section = Section(values, f"[[sources]] number {number + 1}:")
     name = section.take("name", str)
     if not name or any(ord(letter) < 32 for letter in name):
         raise RecipeError(f"{section.label('name')} must be a printable word, it is {name!r}.")
@@ -320,10 +249,10 @@ def _source(values: object, number: int, finite: bool) -> SourceSpec:
     if isinstance(paths, str):
         paths = [paths]
     if not isinstance(paths, list) or not paths or not all(isinstance(one, str) and one.strip("\0") for one in paths):  # pyright: ignore[reportUnknownVariableType]
-        raise RecipeError(f"{section.label('paths')} must be a list of path patterns, it is {_show(paths)}.")
+        raise RecipeError(f"{section.label('paths')} must be a list of path patterns, it is {show(paths)}.")
     weight = section.raw("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, int | Decimal):
-        raise RecipeError(f"{section.label('weight')} must be a number, it is {_show(weight)}.")
+        raise RecipeError(f"{section.label('weight')} must be a number, it is {show(weight)}.")
     weight = Decimal(weight)
     if weight.is_finite() and weight > 0 and abs(weight.adjusted()) > 30:
         raise RecipeError(f"{section.label('weight')} must be from 1e-30 to 1e30, it is {weight}. Only ratios count.")
@@ -344,7 +273,7 @@ def _source(values: object, number: int, finite: bool) -> SourceSpec:
 
 
 def _mix(values: object) -> MixSpec:
-    section = _Section(values, "[mix]")
+    section = Section(values, "[mix]")
     unit = section.choice("unit", ["tokens", "samples"], "tokens")
     piece = section.choice("piece", ["document", "sequence"], "document")
     on_end = section.choice("on_end", ["repeat", "stop", "renormalise"], "repeat")
@@ -358,21 +287,22 @@ def _mix(values: object) -> MixSpec:
 
 
 def _packing(values: object) -> PackingSpec:
-    section = _Section(values, "[packing]")
+    section = Section(values, "[packing]")
     algorithm = section.choice("algorithm", ["concat", "best_fit"], "concat", or_named=True)
     bins = section.number("bins", 1, 32, most=1024)
     too_long = section.choice("too_long", ["split", "drop", "error"], "split")
-    table = _Section(section.raw("budgets", {}), "[packing.budgets]")
+    table = Section(section.raw("budgets", {}), "[packing.budgets]")
     budgets = {name: table.number(name, 1) for name in table.names}
     section.done()
     return PackingSpec(algorithm, bins, too_long, budgets)
 
 
 def _run(values: object, folder: Path) -> RunSpec:
-    section = _Section(values, "[run]")
+    section = Section(values, "[run]")
     runner = section.choice("runner", ["inline", "threads", "process"], "inline")
     workers = section.number("workers", 1, 1, most=1024)
     isolate = section.take("isolate", bool, False)
+    memory = section.size("memory", 64 * 1024**2, MEMORY)
     cache = Path(section.take("cache", str, DEFAULT_CACHE)).expanduser()
     section.done()
     if runner == "inline" and workers != 1:
@@ -380,10 +310,4 @@ def _run(values: object, folder: Path) -> RunSpec:
             f"[run] workers = {workers}, but the inline runner works in the loader's own thread: use 1, "
             "or runner = 'threads' or 'process'."
         )
-    return RunSpec(runner, workers, isolate, folder / cache)
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, dict):
-        return "a table"
-    return str(value) if isinstance(value, Decimal) else repr(value)
+    return RunSpec(runner, workers, isolate, memory, folder / cache)

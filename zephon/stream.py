@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from zephon.budget import Budget
 from zephon.catalogue import Catalogue
 from zephon.errors import RecipeError, nearest
 from zephon.feed import AHEAD_BYTES
@@ -55,6 +56,7 @@ class Stream:
         if recipe.batch is None:
             raise RecipeError(f"{recipe.path} has no [batch], and nothing else says seq_len and global_batch_size.")
         self.recipe, self.batch = recipe, recipe.batch
+        self.budget = Budget.of(recipe.run.memory)
         # Workers first: they start while we load the tokenizer ourselves. An isolated loader has workers of its own.
         self.runner = InlineRunner() if recipe.run.isolate else make_runner(recipe)
         try:
@@ -69,7 +71,7 @@ class Stream:
         context = Context(batch.seq_len, recipe.tokenizer, recipe.extras, recipe.packing.budgets, recipe.path.parent)
         modalities = [_modality(recipe, spec, context) for spec in recipe.sources]
         files = {spec.name: find_files(spec, recipe.path.parent) for spec in recipe.sources}
-        opened = open_sources(files, recipe.run.cache, progress)
+        opened = open_sources(files, recipe.run.cache, progress, self.budget)
         self.sources = tuple(
             Source(
                 spec.name,
@@ -115,11 +117,16 @@ class Stream:
         return Stream(recipe, progress)
 
     def loader(
-        self, rank: int = 0, world: int = 1, local_batch_size: int | None = None, pad_last: bool = False
+        self,
+        rank: int = 0,
+        world: int = 1,
+        local_batch_size: int | None = None,
+        pad_last: bool = False,
+        wide: bool = False,
     ) -> Loader:
         """The loader of one data-parallel rank; in a process of its own where the recipe says `isolate = true`."""
         kind = IsolatedLoader if self.recipe.run.isolate else Loader
-        loader = kind(self, rank=rank, world=world, local_batch_size=local_batch_size, pad_last=pad_last)
+        loader = kind(self, rank=rank, world=world, local_batch_size=local_batch_size, pad_last=pad_last, wide=wide)
         self._loaders.add(loader)
         return loader
 
@@ -133,7 +140,11 @@ class Stream:
 
     def ahead_bytes(self) -> int:
         """Raw bytes that each of the stream's loaders may measure ahead, which changes time and memory, never data."""
-        return AHEAD_BYTES // max(1, len(self._loaders))
+        return min(AHEAD_BYTES, self.budget.ahead) // max(1, len(self._loaders))
+
+    def making_bytes(self) -> int:
+        """Bytes of micro-batches that each of the stream's loaders may have in the making; one it may always have."""
+        return self.budget.making // max(1, len(self._loaders))
 
     @property
     def parts(self) -> int:

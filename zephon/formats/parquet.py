@@ -13,8 +13,6 @@ import hashlib
 import importlib
 import logging
 import struct
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,16 +23,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from zephon.budget import MEMORY, Budget
 from zephon.catalogue import Shard
 from zephon.errors import DataError, RecipeError
 from zephon.formats.blobs import OPEN, File
+from zephon.formats.groups import GROUPS
 from zephon.formats.index import Progress
 from zephon.formats.parts import by_part, part_of
 from zephon.types import Row
-
-KEPT_BYTES, MOST_BYTES = 64 * 1024 * 1024, 4 * 1024**3
-"""Decoded row groups that a process keeps (one if that is larger), and what that may grow to. Two sources of text in
-groups of 7.6 MiB need 64 to 69 MiB with one lane on the rank, 99 with 8 of 64, 445 with 64 (777 after 240 Mtoken)."""
 
 LARGE_BYTES, REFUSED_BYTES = 256 * 1024 * 1024, 4 * 1024**3
 """Row groups that are warned of, and that are refused: a damaged or hostile footer, or more than ranks can hold."""
@@ -43,7 +39,6 @@ _TAIL, _THREADS = 64 * 1024, 16  # bytes of a file that are read first, and foot
 _BROKEN = "The file is damaged or was not written to its end. Put a whole one in its place, or remove it."
 
 _Path = tuple[str | int, ...]  # column, then names of struct fields and numbers of list items
-_Key = tuple[File, int, str | None]  # row group, and the column where it is not all of them; -1 for the footer
 
 
 @functools.cache
@@ -66,7 +61,7 @@ class _Footer(NamedTuple):
 
 
 def open_parquet(
-    files: dict[str, Path], cache: Path, progress: Progress | None = None
+    files: dict[str, Path], cache: Path, progress: Progress | None = None, most: int = Budget.of(MEMORY).groups
 ) -> "tuple[list[Shard], ParquetReader]":
     """Read the footers of a source's files, many at once. Nothing is put into `cache`: footers are the index.
 
@@ -95,7 +90,7 @@ def open_parquet(
             "with smaller groups: pyarrow.parquet.write_table(table, path, row_group_size=1000).",
             len(large), LARGE_BYTES >> 20, max(large)[0] >> 20, max(large)[1],
         )  # fmt: skip
-    return [footer.shard for footer in footers], ParquetReader(footers)
+    return [footer.shard for footer in footers], ParquetReader(footers, most)
 
 
 def _footer(name: str, path: Path) -> _Footer:
@@ -158,9 +153,16 @@ def _compare(footers: Sequence[_Footer]) -> None:
 
 
 class ParquetReader:
-    """Rows of the files of one source, by their number in the source. Several threads may read."""
+    """Rows of the files of one source, by their number in the source. Several threads may read.
 
-    def __init__(self, footers: Sequence[_Footer]) -> None:
+    Args:
+        footers: of the files.
+        most: bytes that the decoded row groups of a process may take more, as long as this is open.
+    """
+
+    def __init__(self, footers: Sequence[_Footer], most: int) -> None:
+        self._lent = most
+        GROUPS.lend(most)
         self._files = [footer.file for footer in footers]
         rows = np.asarray([n for footer in footers for n in footer.shard.groups], np.int64)
         self._first = np.cumsum(rows) - rows
@@ -193,6 +195,8 @@ class ParquetReader:
     def close(self) -> None:
         """Let go of files and of what was decoded; blobs that are read later open them again."""
         GROUPS.forget(set(self._files))
+        GROUPS.lend(-self._lent)
+        self._lent = 0
         OPEN.forget(self._files)
 
     def _where(self, group: int) -> tuple[File, int]:
@@ -339,62 +343,3 @@ def _decode(file: File, group: int, column: str | None) -> tuple[Any, int]:
         if to != kind:
             table = table.set_column(i, field.name, table.column(i).cast(to, safe=False))
     return table, table.get_total_buffer_size()
-
-
-class GroupCache:
-    """What was decoded last, up to so many bytes; the threads and sources of a process share it.
-
-    It keeps `kept` at first, and grows up to `most` where it must: what is decoded again although it was dropped lately
-    makes room for itself. So a rank that hosts few lanes, which are amid few groups, stays small.
-    """
-
-    def __init__(self, kept: int, most: int) -> None:
-        self._start, self._limit, self._most, self._lock = kept, kept, most, threading.Lock()
-        self._kept, self._dropped = OrderedDict[_Key, tuple[Any, int]](), OrderedDict[_Key, int]()
-        self._making: dict[_Key, threading.Lock] = {}
-        self.bytes, self.made, self._dropped_bytes = 0, 0, 0
-
-    def find(self, key: _Key) -> Any:
-        """What is kept under a key, or None."""
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            return self._kept.get(key, (None, 0))[0]
-
-    def get(self, key: _Key, make: Callable[[], tuple[Any, int]]) -> Any:
-        """What is kept under a key, made where it is not; threads that want the same wait for one to make it."""
-        if (found := self.find(key)) is None:
-            with self._lock:
-                turn = self._making.setdefault(key, threading.Lock())
-            with turn:
-                if (found := self.find(key)) is None:
-                    found, size = make()
-                    with self._lock:
-                        self._keep(key, found, size)
-            with self._lock:
-                self._making.pop(key, None)
-        return found
-
-    def forget(self, files: set[File]) -> None:
-        """Drop all of some files."""
-        with self._lock:
-            self._limit = self._start
-            for key in [key for key in self._kept if key[0] in files]:
-                self.bytes -= self._kept.pop(key)[1]
-
-    def _keep(self, key: _Key, made: Any, size: int) -> None:
-        self.made += 1
-        if key in self._dropped:
-            self._dropped_bytes -= self._dropped.pop(key)
-            self._limit = min(self._limit + size, self._most)
-        self.bytes += size - self._kept.pop(key, (None, 0))[1]
-        self._kept[key] = made, size
-        while self.bytes > self._limit and len(self._kept) > 1:
-            old, (_, size) = self._kept.popitem(last=False)
-            self._dropped[old] = size
-            self.bytes, self._dropped_bytes = self.bytes - size, self._dropped_bytes + size
-        while self._dropped_bytes > self._most:
-            self._dropped_bytes -= self._dropped.popitem(last=False)[1]
-
-
-GROUPS = GroupCache(KEPT_BYTES, MOST_BYTES)

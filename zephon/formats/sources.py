@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from zephon.budget import MEMORY, Budget
 from zephon.catalogue import Shard
 from zephon.errors import RecipeError
 from zephon.formats.compressed import CODECS, codec_of
@@ -94,7 +95,9 @@ def _format(path: str, source: str) -> str:
     return kind
 
 
-def open_sources(sources: _Sources, cache: Path, progress: Progress | None = None) -> dict[str, Opened]:
+def open_sources(
+    sources: _Sources, cache: Path, progress: Progress | None = None, budget: Budget = Budget.of(MEMORY)
+) -> dict[str, Opened]:
     """Index and open the files of every source, which `find_files` found.
 
     Files of one format are indexed together, one that several sources share once; `progress` starts anew with each
@@ -108,23 +111,24 @@ def open_sources(sources: _Sources, cache: Path, progress: Progress | None = Non
     opened = dict[str, Opened]()
     for kind, open_all in (("JSONL", _open_jsonl), ("tar", _open_tar), ("Parquet", _open_parquet)):
         if mine := {name: files for name, files in sources.items() if kinds[name] == kind}:
-            opened |= open_all(mine, cache, progress)
+            opened |= open_all(mine, cache, progress, budget)
     for name, files in sources.items():
         if not any(shard.rows for shard in opened[name].shards):
             raise RecipeError(f"Source {name!r} has no rows in {len(files)} files. Remove it, or give it data.")
     return opened
 
 
-def _open_jsonl(sources: _Sources, cache: Path, progress: Progress | None) -> dict[str, Opened]:
+def _open_jsonl(sources: _Sources, cache: Path, progress: Progress | None, budget: Budget) -> dict[str, Opened]:
     indexed = {one.shard.path: one for one in index_files(_every(sources), cache, progress)}
-    kept, share, opened = MemberCache(KEPT_BYTES), max(2, OPEN_FILES // len(sources)), dict[str, Opened]()
+    kept = MemberCache(min(KEPT_BYTES, budget.members))
+    share, opened = max(2, OPEN_FILES // len(sources)), dict[str, Opened]()
     for source, files in sources.items():
         mine = [indexed[str(path)].named(name) for name, path in files.items()]
         opened[source] = Opened([one.shard for one in mine], JsonlReader(mine, kept, share))
     return opened
 
 
-def _open_tar(sources: _Sources, cache: Path, progress: Progress | None) -> dict[str, Opened]:
+def _open_tar(sources: _Sources, cache: Path, progress: Progress | None, budget: Budget) -> dict[str, Opened]:
     from zephon.formats.tar import TarReader, index_tars
 
     indexed, opened = {one.shard.path: one for one in index_tars(_every(sources), cache, progress)}, dict[str, Opened]()
@@ -134,10 +138,11 @@ def _open_tar(sources: _Sources, cache: Path, progress: Progress | None) -> dict
     return opened
 
 
-def _open_parquet(sources: _Sources, cache: Path, progress: Progress | None) -> dict[str, Opened]:
+def _open_parquet(sources: _Sources, cache: Path, progress: Progress | None, budget: Budget) -> dict[str, Opened]:
     from zephon.formats.parquet import open_parquet
 
-    return {source: Opened(*open_parquet(files, cache, progress)) for source, files in sources.items()}
+    most = budget.groups // len(sources)
+    return {source: Opened(*open_parquet(files, cache, progress, most)) for source, files in sources.items()}
 
 
 def _every(sources: _Sources) -> dict[str, Path]:

@@ -5,6 +5,7 @@ along with its last micro-batch, so that it belongs to what the trainer has rece
 """
 
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from zephon.stream import Stream
 
 
+_Item = tuple[Batch | None, Any, Any]  # micro-batch, state, stats; the last two with the last micro-batch of a step
+
+
 class IsolatedLoader(Loader):
     """A `Loader` whose work is done in a child process. Same arguments, same batches, same state."""
 
@@ -25,7 +29,8 @@ class IsolatedLoader(Loader):
         super().__init__(stream, **options)
         self._stats, self._rows_ahead = super().stats(), 0
         self._saved = super().state_dict()
-        self._turn = 0
+        self._turn, self._came = 0, False
+        self._taken: deque[_Item] = deque()
         self._ended = False
         self._child = Child("loader", (stream.recipe, options))  # at once: it starts while a checkpoint loads
         self._end = weakref.finalize(self, self._child.close)  # a loader that is dropped leaves no process
@@ -35,7 +40,7 @@ class IsolatedLoader(Loader):
             raise self._unusable() from self._failed
         if self._ended:
             raise StopIteration
-        batch, state, stats = self._receive()
+        batch, state, stats = self._taken.popleft() if self._taken else self._receive()
         if batch is None:
             self._ended, self._failed = True, state
             raise state or StopIteration
@@ -45,15 +50,18 @@ class IsolatedLoader(Loader):
             self._stats, self._rows_ahead = stats
         return batch
 
-    def _receive(self) -> tuple[Batch | None, Any, Any]:
-        """The next message of this turn; batches from before the last restore are passed over."""
+    def _receive(self) -> _Item:
+        """The next item of this turn; those from before the last restore are passed over."""
         try:
+            if self._came:
+                self._came = False
+                send(self._child.link, ("taken", self._turn))
             while True:
-                turn, batch, state, stats = receive(self._child.link)
+                turn, items = receive(self._child.link)
                 if turn == self._turn:
-                    if batch is not None:
-                        send(self._child.link, ("taken", turn))
-                    return batch, state, stats
+                    self._came = True
+                    self._taken.extend(items)
+                    return self._taken.popleft()
         except (EOFError, OSError) as error:
             self._failed = self._died()
             raise self._failed from error
@@ -72,6 +80,8 @@ class IsolatedLoader(Loader):
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
         super().load_state_dict(state)  # refuses what does not belong here, in this process
         mine = super().state_dict()
+        self._taken.clear()
+        self._came = False
         self._saved, self._stats, self._turn, self._ended = mine, super().stats(), self._turn + 1, False
         try:
             send(self._child.link, ("load", self._turn, mine))
