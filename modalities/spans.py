@@ -59,7 +59,10 @@ def fit(
     unit = geometry.merge_size**2
     alone = min(patches, (seq_len - 2) * unit)  # with the tokens around it
     wanted = [geometry.target(*size) for size in sizes]
-    capped = [geometry.target(*size, max_patches=alone) for size in sizes]
+    capped = [
+        target if geometry.patches(*target) <= alone else geometry.target(*size, max_patches=alone)
+        for size, target in zip(sizes, wanted, strict=True)
+    ]
     if any(geometry.patches(*size) > alone for size in capped):
         return None
 
