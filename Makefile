@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo demo-vlm test test-all lint format clean
+.PHONY: help setup demo demo-vlm test test-all lint format bench-peers clean
 
 help:  ## what there is
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 18
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
 
 setup: $(STAMP)  ## make .venv and install Zephon with everything that demo and tests need
 
@@ -38,6 +38,9 @@ lint: $(STAMP)  ## ruff and pyright
 format: $(STAMP)  ## let ruff format and mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench-peers: $(STAMP)  ## data loaders side by side; ARGS='--text DIR --tokenizer DIR --images DIR' (about an hour)
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 clean:  ## remove what demo and tools left; keeps .venv
 	rm -rf demo demo-vlm build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -37,18 +37,22 @@ def build(plans: Sequence[Plan], seq_len: int, extras: Sequence[str] = (), free:
     count = np.arange(seq_len, dtype=np.int32)
     more = {name: _EXTRAS[name](plans, seq_len) for name in extras}
     for i, plan in enumerate(plans):
-        here, following, counted = list[Ids](), list[Ids](), list[Ids]()  # joined in one call: short documents are many
-        for sample, start, end in plan:
-            payload: Payload = sample.payload
-            ids, trained = payload[:2] if isinstance(payload, tuple) else (payload, None)
-            after = ids[start + 1 : end + 1]
-            here.append(ids[start:end])
-            following.append(after if trained is None else np.where(trained[start + 1 : end + 1], after, IGNORED))
-            counted.append(count[: end - start])
-        if plan:
-            at = sum(map(len, here))
-            for array, parts in ((inputs, here), (labels, following), (positions, counted)):
-                np.concatenate(parts, out=array[i, :at])
+        if not plan:
+            continue
+        tokens = [sample.payload for sample, _, _ in plan]
+        masked = [k for k, one in enumerate(tokens) if isinstance(one, tuple)]
+        for k in masked:
+            tokens[k] = tokens[k][0]
+        # Joined in one call each: short documents are many.
+        spans = [(ids, start, end) for ids, (_, start, end) in zip(tokens, plan, strict=True)]
+        following = [ids[start + 1 : end + 1] for ids, start, end in spans]
+        for k in masked:
+            trained = plan[k].sample.payload[1][plan[k].start + 1 : plan[k].end + 1]
+            following[k] = np.where(trained, following[k], IGNORED)
+        here, at = [ids[start:end] for ids, start, end in spans], sum([end - start for _, start, end in spans])
+        np.concatenate(here, out=inputs[i, :at])
+        np.concatenate(following, out=labels[i, :at])
+        np.concatenate([count[: end - start] for _, start, end in spans], out=positions[i, :at])
     return {"input": inputs, "labels": labels, "positions": positions, **more}
 
 

@@ -88,7 +88,7 @@ class Lane:
         positions = [source.position for source in state.sources]
         self._offsets = [position.offset for position in positions]
         self._mixed = [source.mixed for source in state.sources]
-        self._counts = [list(source.counters) for source in state.sources]
+        self._counts = [source.counters for source in state.sources]
         self.feeds = [
             Feed(i, number, source.order, position._replace(offset=0))
             for i, (source, position) in enumerate(zip(sources, positions, strict=True))
@@ -122,8 +122,7 @@ class Lane:
     def state(self) -> LaneState:
         """The state after the record that `next_plan` returned last; shares nothing with this lane."""
         positions = map(Feed.position, self.feeds, self._offsets)
-        counts = map(tuple, self._counts)
-        sources = tuple(map(SourceState, positions, self._mixer.deficits, self._mixed, counts))
+        sources = tuple(map(SourceState, positions, self._mixer.deficits, self._mixed, self._counts))
         return LaneState(sources, self._rest, tuple(map(tuple, self._packer.open)))
 
     def _next_piece(self) -> tuple[Sample, int, int] | None:
@@ -161,7 +160,7 @@ class Lane:
                 self._fill(feed)
                 if not feed.ready:
                     return None
-            sample = feed.ready[0]
+            sample = feed.first()
             if longest and sample.positions > longest[bool(sample.atoms)]:
                 sample = self._too_long(source, sample)
             if sample.positions:
@@ -193,8 +192,11 @@ class Lane:
     def _pass(self, source: int, sample: Sample) -> None:
         self.feeds[source].advance()
         self._offsets[source] = 0
-        for name in sample.counts:
-            self._counts[source][self._sources[source].counters.index(name)] += 1
+        if sample.counts:
+            counts, names = list(self._counts[source]), self._sources[source].counters
+            for name in sample.counts:
+                counts[names.index(name)] += 1
+            self._counts[source] = tuple(counts)
 
     def _reasons(self, source: int) -> str:
         counted = zip(self._sources[source].counters, self._counts[source], strict=True)
