@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo demo-vlm test test-all lint format bench-peers clean
+.PHONY: help setup demo demo-vlm test test-all lint format bench bench-peers clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -38,6 +38,10 @@ lint: $(STAMP)  ## ruff and pyright
 format: $(STAMP)  ## let ruff format and mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## lanes, first batch, state, memory, resume; flame graph; pictures in benchmarks/results (20 minutes)
+	$(BIN)/python -m pip install --quiet -e '.[bench]'
+	$(BIN)/python -m benchmarks $(ARGS)
 
 bench-peers: $(STAMP)  ## data loaders side by side; ARGS='--text DIR --tokenizer DIR --images DIR' (about an hour)
 	$(BIN)/python -m benchmarks.peers $(ARGS)

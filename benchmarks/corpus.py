@@ -26,11 +26,16 @@ weight = 0.3
 """
 
 
-def main() -> None:
-    out, megabytes = Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 60.0
+def make(out: Path, megabytes: float) -> Path:
+    """The corpus; returns the recipe of 64 lanes."""
     print(build(out, megabytes, vocab=32_000))
-    (out / "lanes64.toml").write_text(RECIPE.format(lanes=64, size=64))
     (out / "lanes1.toml").write_text(RECIPE.format(lanes=1, size=8))
+    (out / "lanes64.toml").write_text(RECIPE.format(lanes=64, size=64))
+    return out / "lanes64.toml"
+
+
+def main() -> None:
+    make(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 60.0)
 
 
 if __name__ == "__main__":

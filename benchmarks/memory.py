@@ -42,6 +42,8 @@ class Args:
     ways: tuple[str, ...] = tuple(WAYS)
     steps: int = 20
     local: int = 8
+    name: str = "memory"
+    """Of the file of results."""
     one: tuple[str, int] | None = None
     """Internal: run one way with so much memory, and print its figures."""
 
@@ -60,7 +62,7 @@ def main() -> None:
             rows.append(json.loads(out.splitlines()[-1]))
             print(rows[-1])
     with Stream.open(args.recipe) as stream:
-        write("memory", {**about(stream), "local_batch_size": args.local, "rows": rows})
+        write(args.name, {**about(stream), "local_batch_size": args.local, "rows": rows})
 
 
 def measure(args: Args, way: str, memory: int) -> dict[str, Any]:

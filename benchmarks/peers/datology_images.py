@@ -1,8 +1,8 @@
 """DatologyAI's `zephon` 0.2.0 on Parquet, which it reads in place of tars, with TorchTitan's image function.
 
 It has no image operator and makes no batches of images, so TorchTitan's collator makes them from its records. Settings:
-chunks of 256 rows, since its own size is ten times these data; two threads on two cores. Worker processes cost 1.4 times
-what threads do and took 23 s to the first batch.
+chunks of 256 rows, since its own size is ten times these data; two threads on two cores. Worker processes cost 1.4
+times what threads do and took 23 s to the first batch.
 """
 
 from common import Clock, Run, Work, look_images, main
