@@ -18,6 +18,7 @@ class Bytes:
 
     family, builds, costs, filler = "bytes", (), (), None  # alone in its sequences, no budgets, nothing to fill with
     cheap_materialise = True  # cheaper to build here than to send away
+    on_error = "raise"  # a bad row stops the run, where a recipe does not say otherwise
     counters = ("empty",)
 
     def __init__(self, options: dict[str, Any], context: zephon.modality.Context) -> None:

@@ -70,6 +70,7 @@ class Chat:
     costs: tuple[str, ...] = ()
     filler = None
     cheap_materialise = True
+    on_error = "raise"
     counters = (_NONE, _SURROGATES, _SPELLS, _CUT, _LONG)
 
     def __init__(self, options: Mapping[str, Any], context: Context) -> None:

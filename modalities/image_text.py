@@ -23,15 +23,12 @@ from modalities.sequences import IGNORED, Ids, build
 from modalities.spans import Picture, fit, grid_positions
 from modalities.tokenizer import TextTokenizer
 from zephon.errors import DataError, RecipeError, UsageError
-from zephon.modality import LATE, BadRowError, Context
+from zephon.modality import LATE, Context
 from zephon.types import Atom, Batch, Measured, Plan, Record, Ref, Row, Sample
 
 logger = logging.getLogger(__name__)
 
-COUNTERS = (
-    "empty", "surrogates", "special tokens in text", "no image", "no text", "unusable row", "unreadable image",
-    "over budget", "shrunk to fit", "broken image",
-)  # fmt: skip
+COUNTERS = ("empty", "surrogates", "special tokens in text", "over budget", "shrunk to fit", "broken image")
 BROKEN = COUNTERS.index("broken image")
 
 
@@ -85,11 +82,12 @@ class ImageText:
     builds: tuple[str, ...] = ("tokens",)
     costs: tuple[str, ...] = ("patches", "images")
     cheap_materialise = False
+    on_error = "skip"
     counters = COUNTERS
 
     def __init__(self, options: Mapping[str, Any], context: Context) -> None:
         sizes = ("min_pixels", "max_pixels", "max_patches", "max_patches_per_side")
-        rules = ("preset", "pixels", "background", "over_budget", "keep_whole", "on_error")
+        rules = ("preset", "pixels", "background", "over_budget", "keep_whole")
         given = Options("image_text", options, (*OPTIONS, *rules, *sizes))
         self._layout = Layout.of(given, context.folder)
         self.preset = PRESETS[given.choice("preset", list(PRESETS))]
@@ -98,9 +96,7 @@ class ImageText:
         self._floats = given.choice("pixels", ("uint8", "float32")) == "float32"
         self._over = given.choice("over_budget", ("split", "shrink", "drop"))
         self._whole = given.flag("keep_whole", True)
-        self._style = Style(
-            given.colour("background", (255, 255, 255)), given.choice("on_error", ("skip", "raise")) == "raise"
-        )
+        self._style = Style(given.colour("background", (255, 255, 255)), context.on_error == "raise")
         spec = context.tokenizer
         if spec is None:
             raise RecipeError("There is no [tokenizer]; an image_text source needs one.")
@@ -123,7 +119,6 @@ class ImageText:
             "background": list(self._style.background),
             "over_budget": self._over,
             "keep_whole": self._whole,
-            "on_error": "raise" if self._style.strict else "skip",
             "codecs": codec_versions(),
             "marks": vars(self.marks),
             "tokenizer": self._tokenizer.fingerprint,
@@ -135,17 +130,13 @@ class ImageText:
         self._tokenizer.compare([self._tokenizer.clean(text) or text for text in texts], "the first rows of a source")
 
     def measure(self, rows: Sequence[Row]) -> Measured:
-        """One sample a row, its images sized from their headers.
-
-        Raises:
-            BadRowError: a row cannot be used, and `on_error` is "raise".
-        """
-        found, texts = list[_Row](), list[str]()
+        """One sample a row, its images sized from their headers; a row that cannot be used is a fault."""
+        found, texts, faults = list[_Row](), list[str](), dict[int, str]()
         for number, row in enumerate(rows):
-            parts, reason, why = self._parts(row)
-            if reason and self._style.strict:
-                raise BadRowError(number, why)
-            one = _Row(parts, [reason] if reason else [])
+            parts, reason = self._parts(row)
+            if reason:
+                faults[number] = reason
+            one = _Row(parts, [])
             found.append(one)
             for part in parts:
                 if isinstance(part, str):
@@ -158,11 +149,8 @@ class ImageText:
             at += one.texts
             try:
                 samples.append(self._sample(one, encoded))
-            except (ImageError, DataError) as error:
-                if self._style.strict or isinstance(error, DataError):
-                    raise BadRowError(number, str(error)) from error
-                logger.warning("%s: left out: %s", _place(one.parts), error)
-                one.counts.append("unreadable image")
+            except ImageError as error:
+                faults[number] = f"{_place(one.parts)}: {error}. Mend or remove it."
                 samples.append((None, 0, ()))
         return Measured(
             range(len(found)),
@@ -170,6 +158,7 @@ class ImageText:
             [payload for payload, _, _ in samples],
             {i: tuple(one.counts) for i, one in enumerate(found) if one.counts},
             {i: atoms for i, (_, _, atoms) in enumerate(samples) if atoms},
+            faults,
         )
 
     def materialise(self, plans: Sequence[Plan]) -> Batch:
@@ -225,18 +214,15 @@ class ImageText:
             out.append(record)
         return out
 
-    def _parts(self, row: Row) -> tuple[list[Part], str, str]:
-        """The parts of a row, or none, the counter that says why, and the reason."""
+    def _parts(self, row: Row) -> tuple[list[Part], str]:
+        """The parts of a row, or none and the reason."""
         try:
             parts = self._layout.parts(row)
-        except PartsError as error:
-            counter = f"no {error.missing}" if error.missing else "unusable row"
-            return [], counter, f"{error}. Mend or remove the row."
-        except MediaError as error:
-            return [], "unreadable image", f"{error}. Mend or remove the row."
+        except (PartsError, MediaError) as error:
+            return [], f"{error}. Mend or remove the row."
         if not any(isinstance(part, str) and not part.isspace() for part in parts):
-            return [], "no text", "its text is blank, so that nothing of it could be trained."
-        return parts, "", ""
+            return [], "its text is blank, so that nothing of it could be trained. Remove the row."
+        return parts, ""
 
     def _cleaned(self, text: str, counts: list[str]) -> str:
         clean = self._tokenizer.clean(text)

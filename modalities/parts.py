@@ -19,11 +19,7 @@ TEXT_FIELDS = ("txt", "text", "caption", "texts", "parts", "content")
 
 
 class PartsError(ValueError):
-    """A row is not what its layout says. `missing` is what it lacks, "image" or "text", where that is all."""
-
-    def __init__(self, reason: str, missing: str = "") -> None:
-        super().__init__(reason)
-        self.missing = missing
+    """A row is not what its layout says."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +78,13 @@ class Layout:
             if row.get(name) is not None:
                 return row[name]
         shown = [name for name in row if not name.startswith("__")]
-        raise PartsError(f"there is no {what}: none of {list(names)} is among its fields {shown[:20]}", what)
+        raise PartsError(f"there is no {what}: none of {list(names)} is among its fields {shown[:20]}")
 
     def _images(self, row: Row) -> list[Part]:
         value = self._value(row, self.image, "image")
         found = cast(list[object], value) if isinstance(value, list) else [value]
         if not found:
-            raise PartsError("its list of images is empty", "image")
+            raise PartsError("its list of images is empty")
         return [media(one, self.folder) for one in found]
 
     def _interleaved(self, row: Row) -> list[Part]:

@@ -14,7 +14,7 @@ from modalities.options import Options
 from modalities.sequences import build, split
 from modalities.tokenizer import TextTokenizer
 from zephon.errors import RecipeError, nearest
-from zephon.modality import BadRowError, Context
+from zephon.modality import Context
 from zephon.types import Batch, Measured, Plan, Record, Row
 
 
@@ -31,6 +31,7 @@ class Text:
     costs: tuple[str, ...] = ()
     filler = None
     cheap_materialise = True
+    on_error = "raise"
     counters = ("empty", "surrogates", "special tokens in text")
 
     def __init__(self, options: Mapping[str, Any], context: Context) -> None:
@@ -46,25 +47,24 @@ class Text:
 
     def probe(self, rows: Sequence[Row]) -> None:
         """Compare the two tokenizer libraries on the first documents of the source."""
-        texts, _ = self._texts(rows)
+        texts, _, _ = self._texts(rows)
         self._tokenizer.compare(texts, "the first documents of a source")
 
     def measure(self, rows: Sequence[Row]) -> Measured:
-        """One sample a row.
-
-        Raises:
-            BadRowError: the field is missing or no string.
-        """
-        texts, counts = self._texts(rows)
+        """One sample a row; a row whose field is missing or no string is a fault."""
+        texts, counts, faults = self._texts(rows)
         ids, offsets = self._tokenizer.encode(texts)
         ids, offsets = self._with_edges(ids, offsets)
         bounds = offsets.tolist()
         positions = np.maximum(np.diff(offsets) - 1, 0).tolist()
+        for i in faults:
+            positions[i] = 0
         for i, count in enumerate(positions):
-            if not count:
+            if not count and i not in faults:
                 counts.setdefault(i, []).append("empty")
         payloads = [ids[start:end] for start, end in itertools.pairwise(bounds)]
-        return Measured(range(len(texts)), positions, payloads, {i: tuple(names) for i, names in counts.items()})
+        noted = {i: tuple(names) for i, names in counts.items()}
+        return Measured(range(len(texts)), positions, payloads, noted, faults=faults)
 
     def materialise(self, plans: Sequence[Plan]) -> Batch:
         return build(plans, self._seq_len, self._extras)
@@ -72,12 +72,14 @@ class Text:
     def records(self, batch: Batch) -> list[Record]:
         return split(batch)
 
-    def _texts(self, rows: Sequence[Row]) -> tuple[list[str], dict[int, list[str]]]:
+    def _texts(self, rows: Sequence[Row]) -> tuple[list[str], dict[int, list[str]], dict[int, str]]:
+        """Text of every row, what is noted of it, and why those without are bad."""
         found = [row.get(self._field) for row in rows]
         texts = [text for text in found if isinstance(text, str)]
+        faults: dict[int, str] = {}
         if len(texts) < len(found):
-            bad = [isinstance(text, str) for text in found].index(False)
-            raise BadRowError(bad, self._complaint(rows[bad]))
+            faults = {i: self._complaint(rows[i]) for i, text in enumerate(found) if not isinstance(text, str)}
+            texts = [text if isinstance(text, str) else "" for text in found]
         counts: dict[int, list[str]] = {}
         for i in [i for i, text in enumerate(texts) if not text.isascii()]:
             if (cleaned := self._tokenizer.clean(texts[i])) is not None:
@@ -85,7 +87,7 @@ class Text:
                 counts.setdefault(i, []).append("surrogates")
         for i in self._tokenizer.spelling_special(texts):
             counts.setdefault(i, []).append("special tokens in text")
-        return texts, counts
+        return texts, counts, faults
 
     def _complaint(self, row: Row) -> str:
         if self._field in row:

@@ -303,12 +303,12 @@ class ImageWorld(World):
     def _mixed(self, source: ImageSource, row: Row) -> tuple[Doc | None, list[str]]:
         parts = [part for part in row.parts if part != ""]
         if row.fault:
-            return None, ["unreadable image" if row.fault == "lost" else row.fault]
+            return None, ["bad row"]
         if all(isinstance(part, Img) or part.isspace() for part in parts):
-            return None, ["no text"]
+            return None, ["bad row"]
         images = [part for part in parts if isinstance(part, Img)]
         if any(img.damage in ("header", "empty") for img in images):
-            return None, ["unreadable image"]
+            return None, ["bad row"]
         bos, eos = self.edges()
         letters = sum(len(clean(part).encode()) for part in parts if isinstance(part, str))
         sizes = self.fitted(source, images, len(bos) + len(eos) + letters)
@@ -476,6 +476,7 @@ def source_text(world: ImageWorld, index: int, source: SourceSpec) -> str:
             "over_budget": source.over, "keep_whole": source.whole,
             "background": list(source.background) if source.background else None,
             "pixels": "float32" if world.floats else None, "on_error": "raise" if source.strict else None,
+            "max_bad": 2**31 - 1,
         }  # fmt: skip
     else:
         values |= {"paths": [f"data {index}/*.jsonl"], "text": "text"}

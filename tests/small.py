@@ -4,7 +4,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from worlds import tokenizer_folder
+
+from zephon import DataError
+from zephon.types import Bad, Row
+from zephon.worker import RowReader
 
 WORDS = [
     "lane",
@@ -22,6 +28,16 @@ WORDS = [
     "stream",
     "epoch",
 ]
+
+
+def strictly(reader: RowReader, rows: NDArray[np.int64]) -> list[Row]:
+    """Rows, as a source reads them that skips none."""
+    found: list[Row] = []
+    for number, row in zip(rows.tolist(), reader.read(rows), strict=True):
+        if isinstance(row, Bad):
+            raise DataError(f"{reader.place(number, row.offset)}: {row.reason}")
+        found.append(row)
+    return found
 
 
 def documents(count: int, start: int = 0) -> list[str]:

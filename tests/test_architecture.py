@@ -26,7 +26,7 @@ OUTSIDE = {
     "zephon/formats/jsonl.py": {"numpy", "orjson"},
     "zephon/formats/parquet.py": {"numpy", "pyarrow"},
     "zephon/formats/tar.py": {"numpy", "orjson"},
-    "zephon/stop.py": {"torch"},
+    "zephon/run/stop.py": {"torch"},
     "zephon/titan.py": {"numpy", "torch", "torchtitan", "tyro"},
 }
 """What a file of the core may import beyond the standard library and numpy."""

@@ -7,8 +7,8 @@ import pytest
 from small import write_recipe
 
 from zephon import Recipe, RecipeError, Stream
-from zephon.budget import MEMORY, Budget
 from zephon.digest import lane_digest
+from zephon.run.budget import MEMORY, Budget
 
 
 @pytest.mark.parametrize("memory", [64 * 1024**2, MEMORY, 5 * 1024**3 + 7])

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import write_recipe
+from small import strictly, write_recipe
 
 from zephon import DataError, Stream, UsageError
 from zephon.digest import lane_digest, step_digest
@@ -119,7 +119,7 @@ def find(path: Path, cache: Path) -> LineIndex:
 def read(path: Path, cache: Path) -> list[dict[str, object]]:
     found = find(path, cache)
     reader = JsonlReader([found])
-    rows = [dict(row) for row in reader.read(np.arange(found.shard.rows))]
+    rows = [dict(row) for row in strictly(reader, np.arange(found.shard.rows))]
     reader.close()
     return rows
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small import strictly
 
 from zephon import DataError
 from zephon.formats import index
@@ -22,7 +23,7 @@ from zephon.formats.jsonl import JsonlReader
 def read_all(path: Path, cache: Path) -> list[dict[str, object]]:
     reader = open_reader({path.name: path}, cache)
     rows = sum(one.shard.rows for one in reader._indexes)
-    out = reader.read(np.arange(rows))
+    out = strictly(reader, np.arange(rows))
     reader.close()
     return [dict(row) for row in out]
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 import pytest
-from small import documents, write_recipe
+from small import documents, strictly, write_recipe
 
 import zephon
 from zephon import DataError
@@ -46,7 +46,7 @@ def opened(*paths: Path) -> tuple[list[Shard], ParquetReader]:
 
 def rows_of(*paths: Path) -> list[Any]:
     shards, reader = opened(*paths)
-    return reader.read(np.arange(sum(shard.rows for shard in shards)))
+    return list(strictly(reader, np.arange(sum(shard.rows for shard in shards))))
 
 
 def one(values: pa.Array, tmp_path: Path) -> Any:
@@ -208,7 +208,7 @@ def test_text_that_is_not_utf8_names_its_row_and_column(kind: str, tmp_path: Pat
     _, reader = opened(path)
     assert reader.read(np.array([0, 2]))[0]["n"] == 0
     with pytest.raises(DataError, match=r"x.parquet, row 1 \(row group 0\): column 't' is not valid UTF-8 at byte 2"):
-        reader.read(np.array([2, 0, 1]))
+        strictly(reader, np.array([2, 0, 1]))
 
 
 def test_a_time_that_python_does_not_have_names_its_row(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import strictly
 
 from zephon import DataError
 from zephon.errors import RecipeError
@@ -62,7 +63,7 @@ def index_of(path: Path, cache: Path | None = None) -> TarIndex:
 
 def samples(path: Path, cache: Path | None = None) -> list[Row]:
     index = index_of(path, cache)
-    return TarReader([index]).read(np.arange(index.shard.rows))
+    return strictly(TarReader([index]), np.arange(index.shard.rows))
 
 
 def raw(index: TarIndex) -> list[dict[str, object]]:

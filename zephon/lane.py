@@ -7,6 +7,8 @@ and packs, one record after the other, in one thread; what is costly has been do
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import cast
 
 from zephon.errors import DataError
 from zephon.feed import Feed
@@ -14,7 +16,11 @@ from zephon.mix import Mixer
 from zephon.order import SourceOrder
 from zephon.pack import Packer, uncut
 from zephon.state import LaneState, Position, SourceState
-from zephon.types import Plan, Ref, Sample, Segment
+from zephon.transform import BAD_ROW
+from zephon.types import Bad, Plan, Ref, Sample, Segment
+
+FEW_ROWS = 1000
+"""A share of bad rows is of at least so many: the first row of a run may be bad."""
 
 TOO_LONG = "too long"
 """Counter of the samples that [packing] too_long = "drop" leaves out."""
@@ -30,6 +36,7 @@ class LaneSource:
         counters: what its modality counts.
         has_usable_row: whether any row of the whole source gives a position; slow.
         place: where a sample lies, for messages; slow.
+        max_bad: bad rows that a lane may skip: a number, or a share of the rows that it has come to.
     """
 
     name: str
@@ -37,6 +44,7 @@ class LaneSource:
     counters: tuple[str, ...]
     has_usable_row: Callable[[], bool]
     place: Callable[[Ref], str]
+    max_bad: Fraction | int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +101,8 @@ class Lane:
             Feed(i, number, source.order, position._replace(offset=0))
             for i, (source, position) in enumerate(zip(sources, positions, strict=True))
         ]
+        self.skipped: list[tuple[int, Bad]] = []
+        """Source and fault of the bad rows that were passed; who reads it empties it."""
         self._rest: Segment | None = None
         if state.rest:
             self._rest = Segment(samples[state.rest.ref], state.rest.start, state.rest.end)
@@ -197,6 +207,21 @@ class Lane:
             for name in sample.counts:
                 counts[names.index(name)] += 1
             self._counts[source] = tuple(counts)
+            if BAD_ROW in sample.counts:
+                self._skip(source, sample)
+
+    def _skip(self, source: int, sample: Sample) -> None:
+        """Note a bad row; stop where there are too many."""
+        known, why = self._sources[source], cast(Bad, sample.payload)
+        self.skipped.append((source, why))
+        count, at = self._counts[source][known.counters.index(BAD_ROW)], self.feeds[source].position()
+        come = max(known.order.rows_before(at.group) + at.place, FEW_ROWS)
+        if count > (known.max_bad if isinstance(known.max_bad, int) else known.max_bad * come):
+            raise DataError(
+                f"Source {known.name!r}: lane {self.number} has come to {count} bad rows, more than max_bad = "
+                f"{float(known.max_bad):g} allows; the last is {why.place}: {why.reason} The skip list names the "
+                "others. Mend the data, or raise max_bad, which changes no order: the run goes on from its last state."
+            )
 
     def _reasons(self, source: int) -> str:
         counted = zip(self._sources[source].counters, self._counts[source], strict=True)

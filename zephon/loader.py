@@ -18,7 +18,7 @@ from zephon.lane import Lane
 from zephon.modality import LATE
 from zephon.recipe import divisors
 from zephon.state import HEADER, LaneState, compare_headers, encode_header, lane_key, tag_of
-from zephon.types import Batch, Plan, Record
+from zephon.types import Batch, Plan, Record, Skip
 from zephon.worker import Handle
 
 if TYPE_CHECKING:
@@ -175,10 +175,16 @@ class Loader:
         self._handed += 1
         if self._handed == self._per_step:
             self._handed, self._step = 0, self._step + 1
-            self._states = self._sealed.popleft()
+            self._states, skipped = self._sealed.popleft()
+            self._skipped += skipped
             self._late_states = {lane: Counter(late) for lane, late in self._late.items() if late}
         self._feeder.top_up()
         return batch
+
+    def take_skipped(self) -> list[Skip]:
+        """The bad rows that were left out in steps handed over since this was last called, in order."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
 
     def _unusable(self) -> DataError:
         return DataError(
@@ -261,7 +267,9 @@ class Loader:
         stream = self._stream
         self._step, self._handed, self._states = step, 0, states
         self._failed: BaseException | None = None
-        self._sealed: deque[dict[int, LaneState]] = deque()
+        self._sealed: deque[tuple[dict[int, LaneState], list[Skip]]] = deque()
+        self._skipped: list[Skip] = []
+        self._decided = step
         self._late = {lane: Counter[tuple[int, int]]() for lane in states}
         self._late_states: dict[int, Counter[tuple[int, int]]] = {}
         self._feeder = Feeder(stream.sources, stream.worker, stream.runner, stream.ahead_bytes)
@@ -305,8 +313,20 @@ class Loader:
                     if not left:
                         states[lane.number] = lane.state()
                         if len(states) == len(lanes):
-                            self._sealed.append(states)
+                            self._seal(states, lanes)
                     yield plan
+
+    def _seal(self, states: dict[int, LaneState], lanes: list[Lane]) -> None:
+        """Set aside the states after a step that is decided, and the bad rows that its lanes came to."""
+        self._decided += 1
+        names = [source.name for source in self._stream.sources]
+        found = [
+            Skip(names[source], why.place, why.reason, self._decided, lane.number)
+            for lane in lanes for source, why in lane.skipped
+        ]  # fmt: skip
+        for lane in lanes:
+            lane.skipped.clear()
+        self._sealed.append((states, found))
 
     def _decide_finite(self, lane: Lane) -> Iterator[Plan]:
         """This rank's plans of one decision stream, which every rank decides whole: all end at the same step."""
@@ -319,5 +339,5 @@ class Loader:
             if len(plans) < size and not (plans and self._pad_last):
                 self._stream.tell_dropped(plans)
                 return
-            self._sealed.append({0: lane.state()})
+            self._seal({0: lane.state()}, [lane])
             yield from (plans + [self._stream.room.empty()] * (size - len(plans)))[mine]

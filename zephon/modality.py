@@ -47,6 +47,7 @@ class Context:
         extras: arrays that records are to hold beside the usual ones.
         budgets: most of each cost that a sequence holds beside positions; what is not in it has no limit.
         folder: the recipe's, where relative paths start.
+        on_error: what becomes of a bad row of this source, "raise" or "skip".
     """
 
     seq_len: int
@@ -54,6 +55,7 @@ class Context:
     extras: tuple[str, ...] = ()
     budgets: Mapping[str, int] = field(default_factory=dict[str, int])
     folder: Path = Path()
+    on_error: str = "raise"
     _shared: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
 
     def share(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -86,6 +88,9 @@ class Modality(Protocol):
     cheap_materialise: bool
     """Whether building a micro-batch costs less than sending it to another process: then it is never given away."""
 
+    on_error: str
+    """What becomes of a bad row where the recipe does not say: "raise" or "skip"."""
+
     counters: tuple[str, ...]
     """Names of what `measure` and `materialise` count, in the order in which they are stored."""
 
@@ -102,8 +107,10 @@ class Modality(Protocol):
     def measure(self, rows: Sequence[Row]) -> Measured:
         """Turn raw rows into sized samples: at least one a row, of 0 positions where there is nothing to deliver.
 
+        A row that cannot be used gives an empty sample and a word in `faults`.
+
         Raises:
-            BadRowError: a row cannot be used.
+            BadRowError: one row cannot be used; the others are then measured again without it.
         """
         ...
 

@@ -80,6 +80,10 @@ class SourceOrder:
         """True when the permutation of an epoch decides which chunks a lane sees: each comes, but who knows when."""
         self._tables: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
 
+    def rows_before(self, group: int) -> int:
+        """Rows of a lane before a group, as if all chunks were of one size."""
+        return group * self.draws_per_group * self._chunks.rows_per_chunk
+
     def group(self, lane: int, group: int) -> Group:
         """The rows that `lane` visits in its group number `group`, in order."""
         first, end = group * self.draws_per_group, (group + 1) * self.draws_per_group

@@ -10,11 +10,12 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from zephon.budget import MEMORY
 from zephon.errors import RecipeError
+from zephon.run.budget import MEMORY
 from zephon.section import Section, show
 
 DEFAULT_CACHE = "~/.cache/zephon"
@@ -44,7 +45,10 @@ class TokenizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class SourceSpec:
-    """One `[[sources]]`. `epochs` is None where the stream repeats; `options` are its modality's, which checks them."""
+    """One `[[sources]]`. `epochs` is None where the stream repeats; `options` are its modality's, which checks them.
+
+    `max_bad` is how many bad rows a lane may skip: a number, or a share of the rows it has come to.
+    """
 
     name: str
     paths: tuple[str, ...]
@@ -55,6 +59,8 @@ class SourceSpec:
     filter: str | None
     map: str | None
     options: Mapping[str, Any]
+    on_error: str | None = None
+    max_bad: Fraction | int = Fraction(1, 100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +275,23 @@ def _source(values: object, number: int, finite: bool) -> SourceSpec:
             f"{section.label('epochs')} = {epochs}, but [mix] on_end = 'repeat' draws every source for ever. Use "
             "on_end = 'stop' or 'renormalise', or leave epochs out."
         )
-    return SourceSpec(name, tuple(paths), weight, modality, chunk_rows, epochs, *functions, section.rest())  # pyright: ignore[reportUnknownArgumentType]
+    on_error = section.choice("on_error", ["raise", "skip"], None)
+    bad = on_error, _max_bad(section)
+    return SourceSpec(name, tuple(paths), weight, modality, chunk_rows, epochs, *functions, section.rest(), *bad)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _max_bad(section: Section) -> Fraction | int:
+    value = section.raw("max_bad", Decimal("0.01"))
+    if isinstance(value, bool) or not isinstance(value, int | Decimal) or not 0 <= value < 2**31:
+        raise RecipeError(f"{section.label('max_bad')} must be a number from 0 on, it is {show(value)}.")
+    if isinstance(value, int):
+        return value
+    if value > 1:
+        raise RecipeError(
+            f"{section.label('max_bad')} = {value} is a share above 1. Use a share such as 0.01, or a whole number of "
+            "rows."
+        )
+    return Fraction(value)
 
 
 def _mix(values: object) -> MixSpec:

@@ -55,10 +55,10 @@ class Section:
         """The keys that nobody has taken yet."""
         return list(self._values)
 
-    def choice(self, key: str, allowed: list[str], default: str, or_named: bool = False) -> str:
+    def choice(self, key: str, allowed: list[str], default: Any, or_named: bool = False) -> Any:
         """One of a few words, or `module:Class` where the user may bring a class."""
         value = self.take(key, str, default)
-        if value not in allowed and not (or_named and ":" in value):
+        if value is not default and value not in allowed and not (or_named and ":" in value):
             known = ", ".join([*map(repr, allowed), *(["'module:Class'"] if or_named else [])])
             raise RecipeError(f"{self.label(key)} must be one of {known}; it is {value!r}.{nearest(value, allowed)}")
         return value

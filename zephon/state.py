@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from zephon.errors import RestoreError
 from zephon.types import Ref, Sample, Segment
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised whenever the bytes below change their meaning."""
 
 HEADER = "header"

@@ -3,13 +3,13 @@
 import logging
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
-from zephon.budget import Budget
 from zephon.catalogue import Catalogue
 from zephon.errors import RecipeError, nearest
 from zephon.feed import AHEAD_BYTES
@@ -23,11 +23,12 @@ from zephon.order import ORDER_VERSION, SourceOrder
 from zephon.pack import ALGORITHMS, Packer, Room
 from zephon.plugin import Named, find_named
 from zephon.recipe import BatchSpec, PackingSpec, Recipe, SourceSpec
+from zephon.run.budget import Budget
 from zephon.run.isolate import IsolatedLoader
 from zephon.run.runners import InlineRunner, make_runner
 from zephon.state import FORMAT_VERSION, LaneState
-from zephon.transform import Transform
-from zephon.types import Plan, Ref
+from zephon.transform import BAD_ROW, Transform
+from zephon.types import Bad, Plan, Ref
 from zephon.worker import Runner, Source, Worker
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,10 @@ class Stream:
 
     def _open(self, recipe: Recipe, batch: BatchSpec, progress: Progress | None) -> None:
         context = Context(batch.seq_len, recipe.tokenizer, recipe.extras, recipe.packing.budgets, recipe.path.parent)
-        modalities = [_modality(recipe, spec, context) for spec in recipe.sources]
+        policies = {spec.name: spec.on_error or _default_policy(recipe, spec) for spec in recipe.sources}
+        modalities = [
+            _modality(recipe, spec, replace(context, on_error=policies[spec.name])) for spec in recipe.sources
+        ]
         files = {spec.name: find_files(spec, recipe.path.parent) for spec in recipe.sources}
         opened = open_sources(files, recipe.run.cache, progress, self.budget)
         self.sources = tuple(
@@ -80,14 +84,17 @@ class Stream:
                 modality,
                 _transforms(spec, recipe.path.parent),
                 recipe.seed,
+                policies[spec.name] == "skip",
             )
             for spec, modality in zip(recipe.sources, modalities, strict=True)
         )
         for source in self.sources:
             first = np.arange(min(PROBED_ROWS, source.catalogue.rows))
-            Worker([source]).measure(0, first, first * 0)
+            measured = Worker([source]).measure(0, first, first * 0)
             if not source.transforms:  # the rows of a map are its own affair; every text is still compared on probes
-                source.modality.probe(source.reader.read(first))
+                bad = {measured.rows[i] for i, counts in measured.counts.items() if BAD_ROW in counts}
+                rows = source.reader.read(np.array([i for i in first.tolist() if i not in bad], np.int64))
+                source.modality.probe([row for row in rows if not isinstance(row, Bad)])
         self.worker = Worker(self.sources)
         self.builder: Runner = InlineRunner() if self.worker.builder.cheap_materialise else self.runner
         self.room = _room(recipe.packing, batch.seq_len, self.worker.builder)
@@ -231,12 +238,20 @@ class Stream:
         def place(ref: Ref) -> str:
             return source.reader.place(int(chunks.rows(np.array([ref.chunk]), np.array([ref.row]))[0]))
 
-        return LaneSource(source.name, order, counters, lambda: self.has_usable_row(number), place)
+        most = recipe.sources[number].max_bad
+        return LaneSource(source.name, order, counters, lambda: self.has_usable_row(number), place, most)
 
 
 def _modality(recipe: Recipe, spec: SourceSpec, context: Context) -> Modality:
     try:
         return find_modality(spec.modality)(spec.options, context)
+    except RecipeError as error:
+        raise RecipeError(f"{recipe.path}: source {spec.name!r}: {error}") from None
+
+
+def _default_policy(recipe: Recipe, spec: SourceSpec) -> str:
+    try:
+        return getattr(find_modality(spec.modality), "on_error", "raise")
     except RecipeError as error:
         raise RecipeError(f"{recipe.path}: source {spec.name!r}: {error}") from None
 

@@ -36,8 +36,9 @@ from zephon.errors import RecipeError, RestoreError, TopologyError
 from zephon.ledger import LedgerWriter
 from zephon.loader import check_topology
 from zephon.recipe import Recipe
+from zephon.run.skips import SkipWriter
+from zephon.run.stop import StopSignals
 from zephon.state import HEADER, compare_headers
-from zephon.stop import StopSignals
 from zephon.stream import Stream
 from zephon.types import Record
 
@@ -159,6 +160,7 @@ class Trainer(TitanTrainer):
 
     def __init__(self, config: Config) -> None:
         self._ledger: _Ledger | None = None
+        self._skips = SkipWriter(None)
         self._stop: StopSignals | None = None
         training = config.training
         if not isinstance(config.dataloader, DataLoader.Config):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -180,6 +182,9 @@ class Trainer(TitanTrainer):
             file = Path(config.dump_folder, "ledger", f"rank_{rank:05d}_of_{world:05d}.jsonl")
             self._ledger = _Ledger(self.dataloader, file)
             self.dataloader.before_save = self._ledger.flush
+        if _speaks_for_lanes(self.parallel_dims):
+            rank, world = _data_rank(self.parallel_dims)
+            self._skips = SkipWriter(Path(config.dump_folder, "skipped", f"rank_{rank:05d}_of_{world:05d}.jsonl"))
 
     def data_metrics(self) -> dict[str, float]:
         """What TorchTitan logs beside its own: this rank's realised shares, padding, drops, and rows measured ahead."""
@@ -291,9 +296,11 @@ class Trainer(TitanTrainer):
             self._ledger.write(self.step)
         else:
             super().train_step(data_iterator)
+        self._skips.write(self.dataloader.loader.take_skipped())
 
     def close(self) -> None:
         super().close()
+        self._skips.close()
         if self._ledger:
             self._ledger.close()
 

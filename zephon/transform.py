@@ -6,17 +6,20 @@ workers. A function may take a second argument, a `Draw`: randomness keyed by th
 
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zephon.errors import DataError, RecipeError
+from zephon.errors import RecipeError
 from zephon.keyed import Draw
 from zephon.plugin import find_named
-from zephon.types import Atom, Measured, Row
+from zephon.types import Atom, Bad, Measured, Row
 
 FILTERED = "filtered"
 """Counter of the rows that a filter or a map dropped."""
+
+BAD_ROW = "bad row"
+"""Counter of the rows that could not be used."""
 
 
 class Transform:
@@ -57,52 +60,52 @@ class Transform:
 
 
 def transform(
-    transforms: Sequence[Transform], rows: Sequence[Row], draws: Callable[[int, str], Draw], place: Callable[[int], str]
+    transforms: Sequence[Transform], rows: Mapping[int, Row], draws: Callable[[int, str], Draw], bad: dict[int, Bad]
 ) -> tuple[list[Row], list[int]]:
-    """Apply functions to rows, one after the other.
+    """Apply functions to rows, by their numbers, one after the other.
+
+    A row for which a function raises goes to `bad`.
 
     Returns:
         The rows that are left, and for each the number of the row that it came from.
-
-    Raises:
-        DataError: a function raised; names it and the row.
     """
     out: list[Row] = []
     origin: list[int] = []
-    for i, row in enumerate(rows):
+    for i, row in rows.items():
         current = [row]
         for one in transforms:
             try:
                 current = [new for old in current for new in one(old, draws(i, one.name))]
             except Exception as error:
-                raise DataError(
-                    f"{place(i)}: {one.kind} {one.name!r} raised an error. Mend it, or have it drop such rows.\n"
-                    + "".join(traceback.format_exception(error))
-                ) from error
+                told = "".join(traceback.format_exception(error))
+                bad[i] = Bad(f"{one.kind} {one.name!r} raised an error. Mend it, or have it drop such rows.\n{told}")
+                current = []
+                break
         out += current
         origin += [i] * len(current)
     return out, origin
 
 
-def spread(measured: Measured, origin: Sequence[int], rows: int) -> Measured:
-    """What was measured on transformed rows, in terms of the rows before; a dropped row gives one empty sample."""
+def spread(measured: Measured, origin: Sequence[int], rows: int, bad: Mapping[int, Bad]) -> Measured:
+    """What was measured on rows that are left, in terms of all; a bad or a dropped row gives one empty sample."""
     of_row, positions, payloads = list[int](), list[int](), list[Any]()
     counts, atoms = dict[int, tuple[str, ...]](), dict[int, tuple[Atom, ...]]()
     sample = 0
     for row in range(rows):
         before = sample
         while sample < len(measured.rows) and origin[measured.rows[sample]] == row:
-            if sample in measured.counts:
-                counts[len(of_row)] = measured.counts[sample]
+            fault = sample in measured.faults
+            if noted := measured.counts.get(sample, ()) + ((BAD_ROW,) if fault else ()):
+                counts[len(of_row)] = noted
             if sample in measured.atoms:
                 atoms[len(of_row)] = measured.atoms[sample]
             of_row.append(row)
-            positions.append(measured.positions[sample])
-            payloads.append(measured.payloads[sample])
+            positions.append(0 if fault else measured.positions[sample])
+            payloads.append(bad[row]._replace(reason=measured.faults[sample]) if fault else measured.payloads[sample])
             sample += 1
         if sample == before:
-            counts[len(of_row)] = (FILTERED,)
+            counts[len(of_row)] = (BAD_ROW,) if row in bad else (FILTERED,)
             of_row.append(row)
             positions.append(0)
-            payloads.append(None)
+            payloads.append(bad.get(row))
     return Measured(of_row, positions, payloads, counts, atoms)

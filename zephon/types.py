@@ -43,6 +43,38 @@ class Blob(Protocol):
         ...
 
 
+class Bad(NamedTuple):
+    """Stands in the place of a row that cannot be used, and is the payload of the empty sample that it gives.
+
+    Attributes:
+        reason: what is wrong with it.
+        offset: byte of the row where that was found, in formats of lines.
+        place: file, row and byte.
+    """
+
+    reason: str
+    offset: int = 0
+    place: str = ""
+
+
+class Skip(NamedTuple):
+    """A bad row that was left out.
+
+    Attributes:
+        source: name of its source.
+        place: file, row and byte.
+        reason: what is wrong with it.
+        step: the global step before whose end a lane came to it.
+        lane: that lane.
+    """
+
+    source: str
+    place: str
+    reason: str
+    step: int
+    lane: int
+
+
 class Ref(NamedTuple):
     """Names one sample for ever.
 
@@ -117,6 +149,7 @@ class Measured:
         payloads: what the modality needs to build each sample.
         counts: counters that a sample raises, by number of the sample; most samples have none.
         atoms: what must not be cut, by number of the sample; samples of text have none.
+        faults: why a sample is empty that stands for a bad row, by number of the sample.
     """
 
     rows: Sequence[int]
@@ -124,3 +157,4 @@ class Measured:
     payloads: Sequence[Any]
     counts: Mapping[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
     atoms: Mapping[int, tuple[Atom, ...]] = field(default_factory=dict[int, tuple[Atom, ...]])
+    faults: Mapping[int, str] = field(default_factory=dict[int, str])

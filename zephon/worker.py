@@ -16,8 +16,8 @@ from zephon.catalogue import Catalogue
 from zephon.errors import DataError, RecipeError
 from zephon.keyed import Draw, make_key
 from zephon.modality import BadRowError, Modality
-from zephon.transform import FILTERED, Transform, spread, transform
-from zephon.types import Batch, Measured, Plan, Record, Row
+from zephon.transform import BAD_ROW, FILTERED, Transform, spread, transform
+from zephon.types import Bad, Batch, Measured, Plan, Record, Row
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -31,12 +31,20 @@ class RowReader(Protocol):
         """Bytes that are read to measure a row, on average, at least 1: an image counts by its header."""
         ...
 
-    def read(self, rows: NDArray[np.int64]) -> list[Row]:
-        """The rows with these numbers in the source, in the order asked for."""
+    def read(self, rows: NDArray[np.int64]) -> list[Row | Bad]:
+        """The rows with these numbers in the source, in the order asked for; what is none is `Bad` in its place.
+
+        Raises:
+            DataError: a file cannot be read, or is no longer what was opened: that is never the fault of a row.
+        """
         ...
 
-    def place(self, row: int) -> str:
-        """Where a row is, for a message."""
+    def place(self, row: int, offset: int = 0) -> str:
+        """Where a row is, or byte `offset` of it, as a person looks for it; may read much of the file."""
+        ...
+
+    def address(self, row: int, offset: int = 0) -> str:
+        """The same without reading anything."""
         ...
 
     def close(self) -> None:
@@ -54,11 +62,13 @@ class Source:
     modality: Modality
     transforms: tuple[Transform, ...] = ()
     seed: int = 0
+    skips: bool = False
+    """Whether a bad row costs that row, instead of stopping the run."""
 
     @property
     def counters(self) -> tuple[str, ...]:
         """What measuring counts."""
-        return self.modality.counters + ((FILTERED,) if self.transforms else ())
+        return (*self.modality.counters, *((FILTERED,) if self.transforms else ()), BAD_ROW)
 
 
 class Worker:
@@ -82,32 +92,44 @@ class Worker:
             epochs: int64, how often the source had been drawn before, for each row; keys randomness in user functions.
 
         Raises:
-            DataError: a row cannot be used; names the source and the place.
+            DataError: a row cannot be used and the source does not skip such; names the source and the place.
         """
         one = self._sources[source]
         try:
-            found = one.reader.read(rows)
-            if not one.transforms:
-                return one.modality.measure(found)
-            return self._transformed(one, found, rows, epochs)
+            return self._measure(one, rows, epochs)
         except DataError as error:
             raise DataError(f"Source {one.name!r}: {error}") from error
-        except BadRowError as error:
-            place = one.reader.place(int(rows[error.row]))
-            raise DataError(f"Source {one.name!r}: {place}: {error.reason}") from error
 
-    def _transformed(
-        self, one: Source, found: list[Row], rows: NDArray[np.int64], epochs: NDArray[np.int64]
-    ) -> Measured:
+    def _measure(self, one: Source, rows: NDArray[np.int64], epochs: NDArray[np.int64]) -> Measured:
+        found = one.reader.read(rows)
+        good = {i: row for i, row in enumerate(found) if not isinstance(row, Bad)}
+        bad = {i: row for i, row in enumerate(found) if isinstance(row, Bad)} if len(good) < len(found) else {}
+
         def draws(i: int, name: str) -> Draw:
             return Draw(make_key("user", one.seed, one.name, name, int(epochs[i]), int(rows[i])))
 
-        kept, origin = transform(one.transforms, found, draws, lambda i: one.reader.place(int(rows[i])))
-        try:
-            measured = one.modality.measure(kept) if kept else Measured([], [], [])
-        except BadRowError as error:
-            raise BadRowError(origin[error.row], error.reason) from error
-        return spread(measured, origin, len(found))
+        kept, origin = list(good.values()), list(good)
+        if one.transforms:
+            kept, origin = transform(one.transforms, good, draws, bad)
+        measured = Measured([], [], [])
+        while kept:
+            try:
+                measured = one.modality.measure(kept)
+                break
+            except BadRowError as error:
+                at = origin[error.row]
+                bad[at] = Bad(error.reason)
+                kept = [row for row, i in zip(kept, origin, strict=True) if i != at]
+                origin = [i for i in origin if i != at]
+        for sample, reason in measured.faults.items():
+            bad.setdefault(origin[measured.rows[sample]], Bad(reason))
+        if not bad:
+            return spread(measured, origin, len(found), bad) if one.transforms else measured
+        if not one.skips:
+            first = min(bad)
+            raise DataError(f"{one.reader.place(int(rows[first]), bad[first].offset)}: {bad[first].reason}")
+        bad = {i: why._replace(place=one.reader.address(int(rows[i]), why.offset)) for i, why in bad.items()}
+        return spread(measured, origin, len(found), bad)
 
     def materialise(self, plans: Sequence[Plan]) -> Batch:
         """Build one micro-batch from plans."""

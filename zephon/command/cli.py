@@ -27,6 +27,7 @@ from zephon.digest import lane_digest
 from zephon.errors import UsageError, ZephonError
 from zephon.ledger import LedgerWriter, compare_ledgers, ledger_line, read_ledger
 from zephon.loader import admissible_worlds, check_topology
+from zephon.run.skips import SkipWriter, read_skips
 from zephon.stream import Stream
 
 RecipePath = Annotated[Path, tyro.conf.Positional]
@@ -138,6 +139,7 @@ def run(
     rank: int = 0,
     steps: int | None = None,
     ledger: Path | None = None,
+    skipped: Path | None = None,
     saving: Annotated[Saving, tyro.conf.OmitArgPrefixes] = Saving(),
     given: Annotated[Given, tyro.conf.OmitArgPrefixes] = Given(),
     json: bool = False,
@@ -153,16 +155,18 @@ def run(
         rank: Which of them this is.
         steps: Last global step; without it the run goes on until Ctrl-C.
         ledger: Append the digests of this rank's lanes to this file.
+        skipped: Append the bad rows that are left out to this file.
         json: Print one JSON object, and nothing else, on standard output.
     """
     with given.open(recipe) as stream:
         loader = stream.loader(rank, dp)
         saving.begin([loader], steps)
-        writer = LedgerWriter(ledger) if ledger else None
+        writer, skips = LedgerWriter(ledger) if ledger else None, SkipWriter(skipped)
 
         def after(records: dict[int, Any]) -> None:
             if writer:
                 writer.write(loader.step, {lane: lane_digest(mine) for lane, mine in records.items()})
+            skips.write(loader.take_skipped())
             saving.after([loader], steps)
 
         report = rehearse(stream, loader, steps, after, err)
@@ -196,6 +200,7 @@ def digest(
     steps: int | None = None,
     dp: int = 1,
     lanes: bool = False,
+    skipped: Path | None = None,
     saving: Annotated[Saving, tyro.conf.OmitArgPrefixes] = Saving(),
     given: Annotated[Given, tyro.conf.OmitArgPrefixes] = Given(),
     json: bool = False,
@@ -210,6 +215,7 @@ def digest(
         steps: Last step, also after a resume; only a finite stream can do without.
         dp: Number of data-parallel ranks.
         lanes: Also print the digest of every lane.
+        skipped: Append the bad rows that are left out to this file.
         json: Changes nothing: the output is one JSON object a line in any case.
     """
     del json
@@ -218,11 +224,13 @@ def digest(
         check_topology(lanes=stream.parts, global_batch=stream.batch.global_batch_size, world=dp, local_batch=None)
         loaders = [stream.loader(rank, dp) for rank in range(dp)]
         saving.begin(loaders, steps)
+        skips = SkipWriter(skipped)
         while steps is None or loaders[0].step < steps:
             try:
                 parts = [loader.step_records() for loader in loaders]
             except StopIteration:
                 break
+            skips.write(one for loader in loaders for one in loader.take_skipped())
             of_lanes = {lane: lane_digest(mine) for part in parts for lane, mine in part.items()}
             line = ledger_line(loaders[0].step, of_lanes, whole=True)
             _print_json(line if lanes else {"step": line["step"], "sha256": line["sha256"]})
@@ -296,6 +304,27 @@ def verify(
     return int(result.step is not None or result.incomplete > 0)
 
 
+def skipped(path: Annotated[Path, tyro.conf.Positional], /, json: bool = False) -> int:
+    """Show the bad rows that a run has left out: from a skip list, or a folder with one file a rank.
+
+    A row counts once, however often a lane came to it.
+
+    Args:
+        path: A skip list (DUMP_FOLDER/skipped of a training run, or of --skipped).
+        json: Print one JSON object a row on standard output.
+    """
+    rows = read_skips(path)
+    if json:
+        for row in rows:
+            _print_json(row._asdict())
+        return 0
+    table = Table("source", "place", "reason", "first in step", title=f"{len(rows)} bad rows", show_lines=False)
+    for row in rows:
+        table.add_row(escape(row.source), escape(row.place), escape(row.reason), str(row.step))
+    Console().print(table)
+    return 0
+
+
 def _needs_steps(stream: Stream, steps: int | None) -> None:
     if steps is None and not stream.recipe.finite:
         raise UsageError("The stream repeats for ever ([mix] on_end = 'repeat'): say where to stop with --steps N.")
@@ -314,6 +343,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "digest": digest,
     "export": export,
     "verify": verify,
+    "skipped": skipped,
 }
 
 

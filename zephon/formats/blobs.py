@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from zephon.errors import DataError
 from zephon.formats.compressed import Descriptor
+from zephon.formats.steady import pread
 
 OPEN_BLOB_FILES = 256
 """Files that a process keeps open for what is read late; opening one costs more than reading an image's header."""
@@ -38,7 +39,7 @@ class File(NamedTuple):
             file, data = OPEN.get(self), b""
             stat = os.fstat(file.fd)
             if (stat.st_size, stat.st_mtime_ns) == self[1:]:
-                while len(data) < size and (more := os.pread(file.fd, size - len(data), offset + len(data))):
+                while len(data) < size and (more := pread(file.fd, size - len(data), offset + len(data), self.path)):
                     data = data + more if data else more
         except OSError as error:
             raise DataError(

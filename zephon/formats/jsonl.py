@@ -10,7 +10,6 @@ decompressed copy. Several threads may read at once: a file is closed when the l
 
 import functools
 import json
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -26,7 +25,8 @@ from zephon.formats.compressed import Codec, Descriptor, decompress
 from zephon.formats.index import LineIndex
 from zephon.formats.lines import BLANK, Offsets
 from zephon.formats.parts import by_part, part_of
-from zephon.types import Row
+from zephon.formats.steady import pread
+from zephon.types import Bad, Row
 
 _NEAR = 16 * 1024
 """Rows closer than this are read in one go: a second call costs what reading 16 KiB from the page cache costs."""
@@ -64,12 +64,8 @@ class JsonlReader:
         ]
         self._lock, self._files = threading.Lock(), OrderedDict[int, Descriptor]()
 
-    def read(self, rows: NDArray[np.int64]) -> list[Row]:
-        """The parsed rows, in the order asked for.
-
-        Raises:
-            DataError: a row is no JSON object; names file, line and byte.
-        """
+    def read(self, rows: NDArray[np.int64]) -> list[Row | Bad]:
+        """The parsed rows, in the order asked for; `Bad` in place of one that is no JSON object."""
         raws = self._raw(rows)
         try:
             found = list(map(orjson.loads, raws))
@@ -77,17 +73,15 @@ class JsonlReader:
             found = []
         if len(found) == len(raws) and all(isinstance(row, dict) for row in found):
             return found
-        return [self._parse(raw, number) for raw, number in zip(raws, rows.tolist(), strict=True)]
+        return [_parse(raw) for raw in raws]
 
-    def place(self, row: int) -> str:
-        """Where a row is: file, line and byte; of the decompressed text, where the file is compressed.
+    def address(self, row: int, offset: int = 0) -> str:
+        """File, row (from 0; blank lines have no number) and byte; of the text, where the file is compressed."""
+        shard, start, _ = self._span(row)
+        return f"{self._indexes[shard].shard.path}, row {row - int(self._first[shard])}, byte {start + offset}"
 
-        Counts lines, so only for messages.
-        """
-        return self._place(row, 0)
-
-    def _place(self, row: int, offset: int) -> str:
-        """Where byte `offset` of a row is."""
+    def place(self, row: int, offset: int = 0) -> str:
+        """File, line and byte; of the decompressed text, where the file is compressed. Counts lines."""
         shard, start, _ = self._span(row)
         index, line, at = self._indexes[shard], 1, 0
         while at < start:
@@ -138,43 +132,17 @@ class JsonlReader:
         """`size` bytes of a shard's text from byte `at` on."""
         if members := self._members[shard]:
             return members.read(file.fd, size, at)
-        data = os.pread(file.fd, size, at)
+        path = self._indexes[shard].shard.path
+        data = pread(file.fd, size, at, path)
         while len(data) < size:
-            more = os.pread(file.fd, size - len(data), at + len(data))
+            more = pread(file.fd, size - len(data), at + len(data), path)
             if not more:
-                path = self._indexes[shard].shard.path
                 raise DataError(
                     f"{path}: the file ends at byte {at + len(data)}, before the rows that its index promises. "
                     "It was cut while the run read it. Put the old file back, or start a new run on the new one."
                 )
             data += more
         return data
-
-    def _parse(self, raw: bytes, number: int) -> Row:
-        try:
-            row = orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            row = self._parse_slowly(raw, number)
-        if not isinstance(row, dict):
-            raise DataError(f"{self.place(number)}: a row must be a JSON object, this one is {_kind(row)}.")
-        return cast(Row, row)
-
-    def _parse_slowly(self, raw: bytes, number: int) -> object:
-        """Parse what orjson refuses (lone surrogates, NaN, huge integers), or say exactly what is wrong and where."""
-        try:
-            text = raw.rstrip(BLANK).decode("utf-8")
-        except UnicodeDecodeError as error:
-            what, byte = f"byte 0x{raw[error.start]:02x} is not valid UTF-8", error.start
-        else:
-            try:
-                return json.loads(text)
-            except json.JSONDecodeError as error:
-                what, byte = f"{error.msg}", len(text[: error.pos].encode())
-            except RecursionError:
-                what, byte = "the JSON is nested too deeply", 0
-            except ValueError as error:  # a number of thousands of digits
-                what, byte = str(error), 0
-        raise DataError(f"{self._place(number, byte)}: the row is not valid JSON: {what}. Mend or remove the line.")
 
     def close(self) -> None:
         """Close the files, and let go of copies."""
@@ -243,7 +211,7 @@ class Members:
 
         def read(most: int) -> bytes:
             nonlocal at
-            data = os.pread(fd, min(most, end - at), at)
+            data = pread(fd, min(most, end - at), at, self._path)
             at += len(data)
             return data
 
@@ -260,6 +228,34 @@ class Members:
                 "back, or start a new run on the new one."
             )
         return b"".join(pieces)
+
+
+def _parse(raw: bytes) -> Row | Bad:
+    try:
+        row = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        row = _parse_slowly(raw)
+    if isinstance(row, dict | Bad):
+        return cast(Row | Bad, row)
+    return Bad(f"a row must be a JSON object, this one is {_kind(row)}.")
+
+
+def _parse_slowly(raw: bytes) -> object:
+    """Parse what orjson refuses (lone surrogates, NaN, huge integers), or say exactly what is wrong and where."""
+    try:
+        text = raw.rstrip(BLANK).decode("utf-8")
+    except UnicodeDecodeError as error:
+        what, byte = f"byte 0x{raw[error.start]:02x} is not valid UTF-8", error.start
+    else:
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            what, byte = f"{error.msg}", len(text[: error.pos].encode())
+        except RecursionError:
+            what, byte = "the JSON is nested too deeply", 0
+        except ValueError as error:  # a number of thousands of digits
+            what, byte = str(error), 0
+    return Bad(f"the row is not valid JSON: {what}. Mend or remove the line.", byte)
 
 
 def _kind(value: object) -> str:

@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zephon.budget import MEMORY, Budget
 from zephon.catalogue import Shard
 from zephon.errors import DataError, RecipeError
 from zephon.formats.blobs import OPEN, File
 from zephon.formats.groups import GROUPS
 from zephon.formats.index import Progress
 from zephon.formats.parts import by_part, part_of
-from zephon.types import Row
+from zephon.run.budget import MEMORY, Budget
+from zephon.types import Bad, Row
 
 LARGE_BYTES, REFUSED_BYTES = 256 * 1024 * 1024, 4 * 1024**3
 """Row groups that are warned of, and that are refused: a damaged or hostile footer, or more than ranks can hold."""
@@ -169,9 +169,9 @@ class ParquetReader:
         self.row_bytes = max(1, sum(footer.shard.bytes for footer in footers) // max(1, int(rows.sum())))
         self._first_group = np.asarray([0, *accumulate(len(footer.shard.groups) for footer in footers)], np.int64)
 
-    def read(self, rows: NDArray[np.int64]) -> list[Row]:
-        """The rows, in the order asked for."""
-        out: list[Row] = [{}] * len(rows)
+    def read(self, rows: NDArray[np.int64]) -> list[Row | Bad]:
+        """The rows, in the order asked for; `Bad` in place of one with a cell that has no value."""
+        out: list[Row | Bad] = [{}] * len(rows)
         for group, where, inside in by_part(self._first, rows):
             local: list[int] = inside.tolist()
             file, number = self._where(group)
@@ -179,18 +179,18 @@ class ParquetReader:
             try:
                 found = _rows(table, local, file, number)
             except (ValueError, OverflowError):
-                for i, row in zip(local, rows[where].tolist(), strict=True):
-                    self._check(table, i, row)
-                raise
+                found = [_fault(table, i) or _rows(table, [i], file, number)[0] for i in local]
             for i, row in zip(where.tolist(), found, strict=True):
                 out[i] = row
         return out
 
-    def place(self, row: int) -> str:
+    def place(self, row: int, offset: int = 0) -> str:
         """Where a row is: file, row of the file and row group, counted from 0."""
         group, _ = part_of(self._first, row)
         file, number = self._where(group)
         return f"{file.path}, row {row - int(self._first[group - number])} (row group {number})"
+
+    address = place
 
     def close(self) -> None:
         """Let go of files and of what was decoded; blobs that are read later open them again."""
@@ -203,16 +203,6 @@ class ParquetReader:
         """The file of a row group, and its number there."""
         shard, number = part_of(self._first_group, group)
         return self._files[shard], number
-
-    def _check(self, table: Any, i: int, row: int) -> None:
-        """Say where it is if a cell of row `i` of a table has no value."""
-        for name in table.column_names:
-            try:
-                table.column(name)[i].as_py()
-            except (ValueError, OverflowError) as error:
-                utf8 = isinstance(error, UnicodeDecodeError)
-                what = f"not valid UTF-8 at byte {error.start}" if utf8 else f"no value of Python's ({error})"
-                raise DataError(f"{self.place(row)}: column {name!r} is {what}. Mend or remove the row.") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +235,18 @@ class CellBlob:
         for step in self.path[1:]:
             cell = cell[step]
         return cell.as_buffer()
+
+
+def _fault(table: Any, i: int) -> Bad | None:
+    """What is wrong where a cell of row `i` of a table has no value."""
+    for name in table.column_names:
+        try:
+            table.column(name)[i].as_py()
+        except (ValueError, OverflowError) as error:
+            utf8 = isinstance(error, UnicodeDecodeError)
+            what = f"not valid UTF-8 at byte {error.start}" if utf8 else f"no value of Python's ({error})"
+            return Bad(f"column {name!r} is {what}. Mend or remove the row.")
+    return None
 
 
 def _rows(table: Any, local: list[int], file: File, group: int) -> list[Row]:

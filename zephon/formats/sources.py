@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from zephon.budget import MEMORY, Budget
 from zephon.catalogue import Shard
 from zephon.errors import RecipeError
 from zephon.formats.compressed import CODECS, codec_of
 from zephon.formats.index import Progress, index_files
 from zephon.formats.jsonl import KEPT_BYTES, OPEN_FILES, JsonlReader, MemberCache
 from zephon.recipe import SourceSpec
+from zephon.run.budget import MEMORY, Budget
 from zephon.worker import RowReader
 
 _Sources = Mapping[str, dict[str, Path]]  # files by the name of their source, and by that of their shard

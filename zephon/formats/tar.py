@@ -37,7 +37,7 @@ from zephon.formats.blobs import OPEN, File, FileBlob
 from zephon.formats.index import Meter, Progress, Stamp, from_cache, keep, load_kept, stamp_of
 from zephon.formats.lines import Offsets
 from zephon.formats.parts import by_part, part_of
-from zephon.types import Row
+from zephon.types import Bad, Row
 
 logger = logging.getLogger(__name__)
 
@@ -111,11 +111,11 @@ class TarIndex:
         """How members of each suffix are decoded; None for those that are not."""
         return [_DECODERS.get(suffix.rpartition(".")[2]) for suffix in self.suffixes]
 
-    def rows(self, rows: NDArray[np.int64]) -> list[Row]:
+    def rows(self, rows: NDArray[np.int64]) -> list[Row | Bad]:
         """The samples with these numbers: texts decoded, addresses of everything else.
 
         Raises:
-            DataError: a text is none, or the file is no longer what was indexed.
+            DataError: the file is no longer what was indexed.
         """
         lo = np.asarray(self.starts[rows], np.int64)
         count = np.asarray(self.starts[rows + 1], np.int64) - lo
@@ -125,7 +125,7 @@ class TarIndex:
         texts = iter(self._texts(*table[:2, is_text]))
         at, size, kind = cast(list[list[int]], table.tolist())
         members = zip(at, size, kind, strict=True)
-        out: list[Row] = []
+        out: list[Row | Bad] = []
         for row, own in zip(rows.tolist(), count.tolist(), strict=True):
             key = self.key(row)
             sample: dict[str, object] = {"__key__": key}
@@ -134,7 +134,7 @@ class TarIndex:
                 blob = FileBlob(self.file, first, length, f"{key}.{self.suffixes[number]}")
                 decoder = self.decoders[number]
                 sample[self.suffixes[number]] = _decoded(blob, *decoder, next(texts)) if decoder else blob
-            out.append(sample)
+            out.append(next((one for one in sample.values() if isinstance(one, Bad)), sample))
         return out
 
     def _texts(self, at: NDArray[np.int64], size: NDArray[np.int64]) -> list[bytes]:
@@ -164,17 +164,19 @@ class TarReader:
         read = sum(int(np.minimum(index.members[1], _HEAD_BYTES).sum()) for index in indexes)
         self.row_bytes = max(1, read // max(1, int(rows.sum())))
 
-    def read(self, rows: NDArray[np.int64]) -> list[Row]:
-        out: list[Row] = [{}] * len(rows)
+    def read(self, rows: NDArray[np.int64]) -> list[Row | Bad]:
+        out: list[Row | Bad] = [{}] * len(rows)
         for shard, where, local in by_part(self._first, rows):
             for i, row in zip(where.tolist(), self._indexes[shard].rows(local), strict=True):
                 out[i] = row
         return out
 
-    def place(self, row: int) -> str:
+    def place(self, row: int, offset: int = 0) -> str:
         shard, local = part_of(self._first, row)
         index = self._indexes[shard]
         return f"{index.file.path}, sample {index.key(local)}, byte {index.members[0, int(index.starts[local])]}"
+
+    address = place
 
     def close(self) -> None:
         OPEN.forget(index.file for index in self._indexes)
@@ -201,10 +203,8 @@ def _decoded(blob: FileBlob, what: str, decode: Callable[[bytes], object], raw: 
     try:
         return decode(raw)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{blob.place}: a member with this suffix is {what}, which this one is not ({error}). Mend it, give it "
-            "another suffix, or remove its sample."
-        ) from error
+        told = f"member {blob.name}, byte {blob.offset}: a member with this suffix is {what}, which this one is not"
+        return Bad(f"{told} ({error}). Mend it, give it another suffix, or remove its sample.")
 
 
 def index_tars(files: dict[str, Path], cache: Path, progress: Progress | None = None) -> list[TarIndex]:

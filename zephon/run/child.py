@@ -122,7 +122,8 @@ def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> 
                 continue
             ends = loader.between_steps
             state = loader.state_dict() if ends else None
-            group.items.append((batch, state, (loader.stats(), loader.rows_ahead) if ends else None))
+            about = (loader.stats(), loader.rows_ahead, loader.take_skipped()) if ends else None
+            group.items.append((batch, state, about))
             group.bytes += sum(array.nbytes for array in batch.values())
 
 

@@ -47,7 +47,8 @@ class IsolatedLoader(Loader):
         self._handed += 1
         if state is not None:
             self._handed, self._step, self._saved = 0, self._step + 1, state
-            self._stats, self._rows_ahead = stats
+            self._stats, self._rows_ahead, skipped = stats
+            self._skipped += skipped
         return batch
 
     def _receive(self) -> _Item:
