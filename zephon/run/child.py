@@ -5,6 +5,7 @@ needs no clean-up by anybody, whoever is killed.
 """
 
 import contextlib
+import gc
 import logging
 import queue
 import signal
@@ -94,6 +95,7 @@ def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> 
     threading.Thread(target=_listen, args=(link, asked), daemon=True).start()
     with Stream(replace(recipe, run=replace(recipe.run, isolate=False))) as stream:
         loader, most = stream.loader(**options), stream.budget.waiting
+        gc.freeze()  # what is there now stays: full collections need not look at it again
         turn, live = 0, True
         sent, group = list[int](), _Group()
         while True:
