@@ -38,7 +38,7 @@ def peers(data: dict[str, Any]) -> Any:
     works = {"T": "long documents", "S": "short documents", "V": "captioned images"}
     works = {letter: title for letter, title in works.items() if letter in data}
     sizes = [len(data[letter]["medians"]) for letter in works]
-    figure, axes = plt.subplots(len(works), 1, figsize=(9, 1.5 + 0.21 * sum(sizes)), height_ratios=sizes, squeeze=False)
+    figure, axes = plt.subplots(len(works), 1, figsize=(10, 1.5 + 0.2 * sum(sizes)), height_ratios=sizes, squeeze=False)
     for (letter, title), axis in zip(works.items(), axes[:, 0], strict=True):
         unit, factor = ("CPU ms an image", 1e3) if letter == "V" else ("CPU s per million tokens", 1e6)
         rows = sorted(data[letter]["medians"].items(), key=lambda item: -item[1]["cpu_s_per_unit"])
@@ -48,11 +48,11 @@ def peers(data: dict[str, Any]) -> Any:
             axis.text(value * 1.04, place, f"{value:.3g}", va="center", fontsize=7)
         axis.set_xscale("log")
         axis.set_xlim(min(values) * 0.7, max(values) * 1.6)
-        axis.tick_params(axis="y", labelsize=7)
+        axis.tick_params(axis="y", labelsize=6.5)
         axis.set_title(f"{title}: {unit}", fontsize=9, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
         axis.margins(y=0.01)
-    figure.tight_layout(rect=(0, 0.015, 1, 1))
+    figure.subplots_adjust(left=0.27, right=0.97, top=0.98, bottom=0.03, hspace=0.12)
     return figure
 
 
