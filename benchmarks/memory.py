@@ -1,10 +1,10 @@
 """How much memory do queues and caches take, beside what `[run] memory` allows?
 
-    python -m benchmarks.memory RECIPE [--memory 128MiB 512MiB] [--runners inline threads isolated] [--steps 20]
+    python -m benchmarks.memory RECIPE [--memory 128 512 2048] [--ways inline threads] [--steps 20]
 
-Each way to run is a process of its own, whose memory (of all its processes; shared pages counted in parts, those of
-libraries left out) is read after every micro-batch. `base` is what it has when the stream is open, before the first
-row ahead; `grown` is its peak above that, one micro-batch that the trainer holds left out.
+Each way to run is a process of its own, whose memory (without libraries) is read after every micro-batch. `base` is
+what it has when the stream is open, before the first row ahead; `grown` is its peak above that, one micro-batch that
+the trainer holds left out.
 """
 
 import contextlib
@@ -25,13 +25,8 @@ from zephon import Recipe, Stream
 from zephon.command.rehearse import process_tree
 from zephon.recipe import RunSpec
 
-WAYS = {
-    "inline": RunSpec(),
-    "threads": RunSpec("threads", 2),
-    "process": RunSpec("process", 2),
-    "isolated": RunSpec(isolate=True),
-    "isolated threads": RunSpec("threads", 2, isolate=True),
-}
+WAYS = {"inline": RunSpec(), "threads": RunSpec("threads", 2)}
+"""In one process: what the start of another takes cannot be told from its queues."""
 
 
 @dataclass
@@ -72,10 +67,7 @@ def measure(args: Args, way: str, memory: int) -> dict[str, Any]:
         loader = stream.loader(local_batch_size=args.local)
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what loading a tokenizer has left free would hide growth
-        if not run.isolate and run.runner != "process":  # children open by themselves: their share is in `grown`
-            base = used()
-        else:
-            base = used() * (1 + (run.workers if run.runner == "process" else 0) + run.isolate)
+        base = used()
         batch, peak = next(loader), 0
         held = sum(array.nbytes for array in batch.values())
         while loader.step < args.steps:

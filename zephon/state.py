@@ -87,7 +87,7 @@ class LaneState(NamedTuple):
     @property
     def waiting(self) -> list[Open]:
         """Everything that has been mixed and not delivered."""
-        return [*([self.rest] if self.rest else []), *(one for bin in self.open for one in bin)]
+        return [*([self.rest] if self.rest else []), *itertools.chain.from_iterable(self.open)]
 
     def with_late(self, late: Late) -> "LaneState":
         """This state with what was counted when its records were built, after the lane had decided them."""
