@@ -74,6 +74,8 @@ def main() -> None:
         finally:
             child.kill()
     plain = re.sub(r"(?<=[ (])/[^ ()<]*/(?=[^/ ()<]+[:<])", "", graph.read_text())  # names of files, not of folders
+    for folder in (RESULTS, Path(sys.executable).parent):
+        plain = plain.replace(f"{folder}/", "")
     graph.write_text(plain)
     shares = summary(raw.read_text())
     raw.unlink()
