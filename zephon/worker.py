@@ -7,7 +7,7 @@ for in the order in which order-dependent code needs them, so it may finish them
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,14 +102,15 @@ class Worker:
 
     def _measure(self, one: Source, rows: NDArray[np.int64], epochs: NDArray[np.int64]) -> Measured:
         found = one.reader.read(rows)
-        good = {i: row for i, row in enumerate(found) if not isinstance(row, Bad)}
-        bad = {i: row for i, row in enumerate(found) if isinstance(row, Bad)} if len(good) < len(found) else {}
+        bad = {i: row for i, row in enumerate(found) if isinstance(row, Bad)}
 
         def draws(i: int, name: str) -> Draw:
             return Draw(make_key("user", one.seed, one.name, name, int(epochs[i]), int(rows[i])))
 
-        kept, origin = list(good.values()), list(good)
-        if one.transforms:
+        kept: list[Row] = cast(list[Row], found)
+        origin: Sequence[int] = range(len(found))
+        if bad or one.transforms:
+            good = {i: row for i, row in enumerate(kept) if i not in bad}
             kept, origin = transform(one.transforms, good, draws, bad)
         measured = Measured([], [], [])
         while kept:
