@@ -70,10 +70,7 @@ class Stream:
 
     def _open(self, recipe: Recipe, batch: BatchSpec, progress: Progress | None) -> None:
         context = Context(batch.seq_len, recipe.tokenizer, recipe.extras, recipe.packing.budgets, recipe.path.parent)
-        policies = {spec.name: spec.on_error or _default_policy(recipe, spec) for spec in recipe.sources}
-        modalities = [
-            _modality(recipe, spec, replace(context, on_error=policies[spec.name])) for spec in recipe.sources
-        ]
+        modalities = [_modality(recipe, spec, context) for spec in recipe.sources]
         files = {spec.name: find_files(spec, recipe.path.parent) for spec in recipe.sources}
         opened = open_sources(files, recipe.run.cache, progress, self.budget)
         self.sources = tuple(
@@ -84,9 +81,9 @@ class Stream:
                 modality,
                 _transforms(spec, recipe.path.parent),
                 recipe.seed,
-                policies[spec.name] == "skip",
+                policy == "skip",
             )
-            for spec, modality in zip(recipe.sources, modalities, strict=True)
+            for spec, (modality, policy) in zip(recipe.sources, modalities, strict=True)
         )
         for source in self.sources:
             first = np.arange(min(PROBED_ROWS, source.catalogue.rows))
@@ -242,16 +239,12 @@ class Stream:
         return LaneSource(source.name, order, counters, lambda: self.has_usable_row(number), place, most)
 
 
-def _modality(recipe: Recipe, spec: SourceSpec, context: Context) -> Modality:
+def _modality(recipe: Recipe, spec: SourceSpec, context: Context) -> tuple[Modality, str]:
+    """The modality of a source, and what becomes of its bad rows."""
     try:
-        return find_modality(spec.modality)(spec.options, context)
-    except RecipeError as error:
-        raise RecipeError(f"{recipe.path}: source {spec.name!r}: {error}") from None
-
-
-def _default_policy(recipe: Recipe, spec: SourceSpec) -> str:
-    try:
-        return getattr(find_modality(spec.modality), "on_error", "raise")
+        kind = find_modality(spec.modality)
+        policy = spec.on_error or kind.on_error
+        return kind(spec.options, replace(context, on_error=policy)), policy
     except RecipeError as error:
         raise RecipeError(f"{recipe.path}: source {spec.name!r}: {error}") from None
 

@@ -4,11 +4,8 @@ Its own way to tokens, `TokensLoader`, reads what was encoded beforehand, which 
 this process, since its DataLoader would send every document between processes; chunks of 64 MB, its own size.
 """
 
-import itertools
-from collections.abc import Iterator
-
 from common import Clock, Run, Work, look_text, main
-from prototype import encoder, pack
+from prototype import documents, encoder, pack
 
 
 def lit(work: Work, clock: Clock) -> Run:
@@ -20,13 +17,7 @@ def lit(work: Work, clock: Clock) -> Run:
     clock.lap("tokenizer")
     dataset = StreamingDataset(work.data["litdata"], shuffle=False)
 
-    def documents() -> Iterator[list[str]]:
-        while True:
-            rows = iter(dataset)
-            while texts := [row["text"] for row in itertools.islice(rows, work.options["rows"])]:
-                yield texts
-
-    return Run(pack(map(encode, documents()), work), look_text)
+    return Run(pack(map(encode, documents(dataset, work.options["rows"])), work), look_text)
 
 
 if __name__ == "__main__":

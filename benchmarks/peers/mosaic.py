@@ -4,11 +4,8 @@ Settings: iterated in this process, since its DataLoader would send every docume
 compression; no shuffle.
 """
 
-import itertools
-from collections.abc import Iterator
-
 from common import Clock, Run, Work, look_text, main
-from prototype import encoder, pack
+from prototype import documents, encoder, pack
 
 
 def mosaic(work: Work, clock: Clock) -> Run:
@@ -22,13 +19,7 @@ def mosaic(work: Work, clock: Clock) -> Run:
     clean_stale_shared_memory()  # of runs that were killed: it refuses to start otherwise
     dataset = StreamingDataset(local=work.data["mds"], shuffle=False, batch_size=work.batch)
 
-    def documents() -> Iterator[list[str]]:
-        while True:
-            rows = iter(dataset)
-            while texts := [row["text"] for row in itertools.islice(rows, work.options["rows"])]:
-                yield texts
-
-    return Run(pack(map(encode, documents()), work), look_text)
+    return Run(pack(map(encode, documents(dataset, work.options["rows"])), work), look_text)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 `encode` and `pack` also serve the peers that have no batch encoding or no packing of their own.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -34,6 +35,14 @@ def _arrays(ids: bytes, offsets: bytes) -> tuple[Any, Any]:
     import numpy as np
 
     return np.frombuffer(ids, np.int32), np.frombuffer(offsets, np.int64)
+
+
+def documents(dataset: Iterable[dict[str, Any]], rows: int) -> Iterator[list[str]]:
+    """Texts of a data set that gives rows one by one, so many at a time, for ever."""
+    while True:
+        waiting = iter(dataset)
+        while texts := [row["text"] for row in itertools.islice(waiting, rows)]:
+            yield texts
 
 
 def pack(encoded: Iterable[tuple[Any, Any]], work: Work) -> Iterator[dict[str, Any]]:
