@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -253,3 +254,11 @@ def test_a_modality_that_lacks_what_it_needs_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("RecipeError The modality 'image_text' cannot be loaded")
     assert "pip install 'zephon-lanes[image]'" in done.stdout
+
+
+def test_fastokens_is_used_where_cores_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refused)
+    assert TextTokenizer(TokenizerSpec(tokenizer_folder("both"))).library == "fastokens"
