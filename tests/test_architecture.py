@@ -31,9 +31,10 @@ OUTSIDE = {
 }
 """What a file of the core may import beyond the standard library and numpy."""
 
-MAX_CORE, MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 4000, 400, 60, 8
-MAX_PARTS = {"zephon/command": 1500, "zephon/formats": 2500, "zephon/run": 1000}
-"""Lines of the parts beside what decides data: the command line, the readers, how the work is done."""
+MAX_CORE, MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 3700, 400, 60, 8
+MAX_PARTS = {"zephon/command": 1500, "zephon/formats": 2500, "zephon/run": 1200}
+"""Lines of the parts beside what decides data: the command line, the readers, how the work is done. `titan.py`, which
+only dresses loaders for TorchTitan, counts as a file."""
 
 LONGER: dict[str, str] = {}
 """Functions over the limit, with the reason."""
@@ -92,7 +93,8 @@ def test_the_core_stays_small() -> None:
     parts: dict[str, int] = {}
     for path in files("zephon"):
         part = str(path.parent.relative_to(ROOT))
-        parts[part] = parts.get(part, 0) + len(path.read_text().splitlines())
+        if path.name != "titan.py":
+            parts[part] = parts.get(part, 0) + len(path.read_text().splitlines())
     assert parts.pop("zephon") <= MAX_CORE  # what decides data
     assert parts.keys() == MAX_PARTS.keys()
     assert all(parts[part] <= most for part, most in MAX_PARTS.items()), parts

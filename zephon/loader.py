@@ -8,7 +8,7 @@ import contextlib
 import gc
 import itertools
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -116,6 +116,9 @@ class Loader:
             dropping it (training).
         wide: deliver what is int32 as int64, which embeddings and losses want; made where the batch is made, so that a
             trainer beside an isolated loader takes it as it is. Digests and states do not change.
+        lanes: the lanes of this loader's island, which its ranks share; all where left out. A step of an island is
+            `B / L` records of each of its lanes. Lanes move between islands that stand elsewhere: states say step 0
+            and may be joined; `step`, and records and positions of `stats`, count from where lanes were loaded.
 
     Raises:
         TopologyError: ranks, lanes and batches do not fit.
@@ -129,17 +132,24 @@ class Loader:
         local_batch_size: int | None = None,
         pad_last: bool = False,
         wide: bool = False,
+        lanes: Sequence[int] | None = None,
     ) -> None:
-        parts, size = stream.parts, stream.batch.global_batch_size
+        self._finite, self._share = stream.recipe.finite, stream.batch.global_batch_size // stream.parts
+        island = list(range(stream.parts)) if lanes is None else sorted(set(lanes))
+        if lanes is not None and (self._finite or not island or not 0 <= island[0] <= island[-1] < stream.parts):
+            raise TopologyError(
+                f"An island cannot have the lanes {list(lanes)}: it needs at least one of 0 to {stream.parts - 1}, of "
+                "a stream that repeats its sources."
+            )
+        parts, size = len(island), len(island) * self._share
         self._local = check_topology(lanes=parts, global_batch=size, world=world, local_batch=local_batch_size)
         if not 0 <= rank < world:
             raise TopologyError(f"rank must be from 0 to {world - 1}, it is {rank}.")
         self._stream, self._pad_last, self._wide = stream, pad_last, wide
-        self.lanes = owned_lanes(rank, world, parts)
+        self._island = lanes is not None
+        self.lanes = [island[place] for place in owned_lanes(rank, world, parts)]
         """The lanes of this rank, ascending; for a finite stream, its records of a global batch."""
-        self._finite = stream.recipe.finite
         self._hosted = [0] if self._finite else self.lanes
-        self._share = size // parts
         self._per_step = len(self.lanes) * self._share // self._local
         self._begin(0, {lane: stream.start() for lane in self._hosted})
 
@@ -223,7 +233,7 @@ class Loader:
             RestoreError: some micro-batches of a step have been handed over, but not all.
         """
         self._check_between_steps()
-        header = encode_header(self._stream.header(self._step))
+        header = encode_header(self._stream.header(0 if self._island else self._step))
         tag = tag_of(header)
         keys = {lane: lane_key(lane) for lane in self._states}
         # Ranks of a finite stream write the same bytes, while each builds, and so counts, only its own records.
@@ -271,7 +281,7 @@ class Loader:
         # A finite stream is decided whole on every rank, so its figures are those of all ranks together.
         per_step = self._stream.batch.global_batch_size if self._finite else len(self.lanes) * self._share
         records = self._step * per_step
-        positions = sum(mixed.values()) - waiting
+        positions = sum(mixed.values()) - waiting - self._loaded
         return Stats(records, positions, records * self._stream.batch.seq_len - positions, mixed, dropped)
 
     def close(self) -> None:
@@ -279,7 +289,7 @@ class Loader:
 
     def _begin(self, step: int, states: dict[int, LaneState]) -> None:
         stream = self._stream
-        self._step, self._handed, self._states = step, 0, states
+        self._step, self._handed, self._states, self._loaded = step, 0, states, 0
         self._failed: BaseException | None = None
         self._sealed: deque[tuple[dict[int, LaneState], list[Skip]]] = deque()
         self._skipped: list[Skip] = []
@@ -299,6 +309,8 @@ class Loader:
         self._plans = self._decide_finite(lanes[0]) if self._finite else self._decide(lanes)
         self._ahead: deque[Handle[Batch]] = deque()
         self._batch_bytes = 0
+        if self._island:
+            self._loaded = Loader.stats(self).positions
 
     def _next_handle(self) -> Handle[Batch]:
         """The oldest micro-batch in the making; as many more are set to work as the builder takes at once."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from zephon.errors import RecipeError
 from zephon.run.budget import MEMORY
+from zephon.run.watch import TIMEOUT
 from zephon.section import Section, show
 
 DEFAULT_CACHE = "~/.cache/zephon"
@@ -95,6 +96,7 @@ class RunSpec:
     isolate: bool = False
     memory: int = MEMORY
     cache: Path = field(default_factory=lambda: Path(DEFAULT_CACHE).expanduser())
+    timeout: float = TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +327,7 @@ def _run(values: object, folder: Path) -> RunSpec:
     workers = section.number("workers", 1, 1, most=1024)
     isolate = section.take("isolate", bool, False)
     memory = section.size("memory", 64 * 1024**2, MEMORY)
+    timeout = section.number("timeout", 0, TIMEOUT)
     cache = Path(section.take("cache", str, DEFAULT_CACHE)).expanduser()
     section.done()
     if runner == "inline" and workers != 1:
@@ -332,4 +335,4 @@ def _run(values: object, folder: Path) -> RunSpec:
             f"[run] workers = {workers}, but the inline runner works in the loader's own thread: use 1, "
             "or runner = 'threads' or 'process'."
         )
-    return RunSpec(runner, workers, isolate, memory, folder / cache)
+    return RunSpec(runner, workers, isolate, memory, folder / cache, timeout)

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from zephon.recipe import BatchSpec, PackingSpec, Recipe, SourceSpec
 from zephon.run.budget import Budget
 from zephon.run.isolate import IsolatedLoader
 from zephon.run.runners import InlineRunner, make_runner
+from zephon.run.watch import Watch
 from zephon.state import FORMAT_VERSION, LaneState
 from zephon.transform import BAD_ROW, Transform
 from zephon.types import Bad, Plan, Ref
@@ -57,9 +59,9 @@ class Stream:
         if recipe.batch is None:
             raise RecipeError(f"{recipe.path} has no [batch], and nothing else says seq_len and global_batch_size.")
         self.recipe, self.batch = recipe, recipe.batch
-        self.budget = Budget.of(recipe.run.memory)
+        self.budget, self.watch = Budget.of(recipe.run.memory), Watch(recipe.run.timeout)
         # Workers first: they start while we load the tokenizer ourselves. An isolated loader has workers of its own.
-        self.runner = InlineRunner() if recipe.run.isolate else make_runner(recipe)
+        self.runner = InlineRunner(self.watch) if recipe.run.isolate else make_runner(recipe, self.watch)
         try:
             self._open(recipe, recipe.batch, progress)
         except BaseException:
@@ -93,7 +95,8 @@ class Stream:
                 rows = source.reader.read(np.array([i for i in first.tolist() if i not in bad], np.int64))
                 source.modality.probe([row for row in rows if not isinstance(row, Bad)])
         self.worker = Worker(self.sources)
-        self.builder: Runner = InlineRunner() if self.worker.builder.cheap_materialise else self.runner
+        self.watch.describe = self.worker.describe
+        self.builder: Runner = InlineRunner(self.watch) if self.worker.builder.cheap_materialise else self.runner
         self.room = _room(recipe.packing, batch.seq_len, self.worker.builder)
         self._packer = _packer(recipe.packing, recipe.path.parent)
         weights = integer_weights([spec.weight for spec in recipe.sources])
@@ -127,10 +130,13 @@ class Stream:
         local_batch_size: int | None = None,
         pad_last: bool = False,
         wide: bool = False,
+        lanes: Sequence[int] | None = None,
     ) -> Loader:
         """The loader of one data-parallel rank; in a process of its own where the recipe says `isolate = true`."""
         kind = IsolatedLoader if self.recipe.run.isolate else Loader
-        loader = kind(self, rank=rank, world=world, local_batch_size=local_batch_size, pad_last=pad_last, wide=wide)
+        loader = kind(
+            self, rank=rank, world=world, local_batch_size=local_batch_size, pad_last=pad_last, wide=wide, lanes=lanes
+        )
         self._loaders.add(loader)
         return loader
 

@@ -140,6 +140,15 @@ class Worker:
         """Split a micro-batch into the records that digests are made of."""
         return self.builder.records(batch)
 
+    def describe(self, work: str, args: Sequence[Any]) -> str:
+        """Which source and shard a call of `measure` or `materialise` works on, for a message."""
+        if work != "measure":
+            plans = cast(Sequence[Plan], args[0])
+            names = {self._sources[one.ref.source].name for plan in plans for one in plan if one.ref.source >= 0}
+            return f"Building {len(plans)} sequences from {sorted(names)}"
+        source, rows = self._sources[cast(int, args[0])], cast(NDArray[np.int64], args[1])
+        return f"Source {source.name!r}: measuring {len(rows)} rows, from {source.reader.address(int(rows[0]))} on"
+
     def close(self) -> None:
         """Release files."""
         for source in self._sources:

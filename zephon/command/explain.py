@@ -92,7 +92,7 @@ def explain(stream: Stream) -> StreamPlan:
 def _stages(stream: Stream, read: float) -> dict[str, float]:
     """CPU seconds per million tokens of every stage; `read` has been found before, and is part of measuring."""
     worker = stream.worker = _TimedWorker(stream.sources)
-    stream.runner = stream.builder = InlineRunner()
+    stream.runner = stream.builder = InlineRunner(stream.watch)
     hashing, started = 0.0, time.process_time()
     loader = Loader(stream)
     while loader.stats().positions < _TOKENS:

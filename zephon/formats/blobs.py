@@ -15,6 +15,7 @@ from typing import NamedTuple
 from zephon.errors import DataError
 from zephon.formats.compressed import Descriptor
 from zephon.formats.steady import pread
+from zephon.run.watch import reading
 
 OPEN_BLOB_FILES = 256
 """Files that a process keeps open for what is read late; opening one costs more than reading an image's header."""
@@ -97,6 +98,7 @@ class OpenFiles:
             if file in self._files:
                 self._files.move_to_end(file)
                 return self._files[file]
+        reading(file.path)
         opened = Descriptor(file.path)  # without the lock: nobody waits for a slow file system who reads elsewhere
         with self._lock:
             self._files[file] = opened

@@ -6,6 +6,7 @@ import os
 import time
 
 from zephon.errors import DataError
+from zephon.run.watch import reading
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ def pread(fd: int, size: int, at: int, path: str) -> bytes:
     Raises:
         DataError: it did not pass.
     """
+    reading(path)
     for wait in (*WAITS, None):
         try:
             return os.pread(fd, size, at)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zephon.errors import ZephonError
-from zephon.run.wire import hang_up, receive, send
+from zephon.run.wire import ALIVE, hang_up, receive, send, show_life, wait
 
 if TYPE_CHECKING:
     from zephon.recipe import Recipe
@@ -29,7 +29,11 @@ QUEUE_GROUPS = 64
 GROUP_BATCHES, GROUP_BYTES = 16, 4 * 1024 * 1024
 """Micro-batches that go in one message at most; the trainer holds all of them as long as it holds one."""
 
-_PATIENCE = 10.0  # seconds that an idle child gets to end by itself
+HUNG = -1
+"""Number of the answer that says that the task which is being done hangs."""
+
+_START = 60.0  # seconds until the first sign of life: Python starts in 0.2, from a cold network disk in 20
+_PATIENCE = 3.0  # seconds that an idle child gets to end by itself; one that works or hangs leaves nothing either
 
 
 class Child:
@@ -38,9 +42,11 @@ class Child:
     Args:
         role: `worker` or `loader`.
         task: what it gets first, by pickle.
+        timeout: seconds without a sign of life after which it is held to hang; 0 never.
     """
 
-    def __init__(self, role: str, task: Any) -> None:
+    def __init__(self, role: str, task: Any, timeout: float) -> None:
+        self._silence, self._timeout = timeout and max(timeout, _START), timeout
         self.link, theirs = socket.socketpair()
         command = [sys.executable, "-c", "from zephon.run.child import main; main()", str(theirs.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -48,14 +54,43 @@ class Child:
         with contextlib.suppress(OSError):  # it died at once: whoever waits for its first answer will say so
             send(self.link, (sys.path, logging.getLogger().level, role, task))
 
+    def receive(self) -> Any:
+        """Its next message.
+
+        Raises:
+            EOFError: it has gone.
+            TimeoutError: it hangs.
+        """
+        while True:
+            wait(self.link, self._silence)
+            message, self._silence = receive(self.link), self._timeout
+            if message != ALIVE:
+                return message
+
     def close(self) -> None:
         """Hang up and wait; a child that does not end is killed."""
         hang_up(self.link)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_PATIENCE)
             return
+        self.kill()
+
+    def kill(self) -> None:
+        """End it at once."""
+        hang_up(self.link)
         self.process.kill()
         self.process.wait()
+
+
+class _Line:
+    """The child's end of a link, on which several of its threads send."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link, self._lock = link, threading.Lock()
+
+    def send(self, message: Any) -> None:
+        with self._lock:
+            send(self._link, message)
 
 
 def failure(error: BaseException) -> Exception:
@@ -69,15 +104,22 @@ def serve_worker(link: socket.socket, recipe: "Recipe") -> None:
     """Do what is asked, one task after the other."""
     from zephon.stream import Stream
 
-    own = replace(recipe.run, runner="inline", workers=1, isolate=False, memory=recipe.run.memory // recipe.run.workers)
+    line, run = _Line(link), recipe.run
+    show_life(line.send, run.timeout / 2)  # half: a hung task is done again before the timeout
+    own = replace(
+        run, runner="inline", workers=1, isolate=False, memory=run.memory // run.workers, timeout=run.timeout / 2
+    )
     with Stream(replace(recipe, run=own)) as stream:
+        stream.watch.told = lambda error: line.send((HUNG, False, error))
         while True:
             number, name, args = receive(link)
             try:
-                answer = (number, True, getattr(stream.worker, name)(*args))
+                work = getattr(stream.worker, name)
+                with stream.watch.over(work, args):
+                    answer = (number, True, work(*args))
             except Exception as error:
                 answer = (number, False, failure(error))
-            send(link, answer)
+            line.send(answer)
 
 
 def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> None:
@@ -91,9 +133,12 @@ def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> 
     from zephon.stream import Stream
 
     recipe, options = task
+    line = _Line(link)
+    show_life(line.send, recipe.run.timeout)
     asked: queue.Queue[tuple[Any, ...] | None] = queue.Queue()
     threading.Thread(target=_listen, args=(link, asked), daemon=True).start()
     with Stream(replace(recipe, run=replace(recipe.run, isolate=False))) as stream:
+        stream.watch.told = lambda error: line.send((None, [(None, error, None)]))
         loader, most = stream.loader(**options), stream.budget.waiting
         gc.freeze()  # what is there now stays: full collections need not look at it again
         turn, live = 0, True
@@ -101,7 +146,7 @@ def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> 
         while True:
             full = sum(sent) + group.bytes >= most or len(sent) >= QUEUE_GROUPS
             if group.items and (full or not sent or not live or group.ready):
-                send(link, (turn, group.items))
+                line.send((turn, group.items))
                 sent.append(group.bytes)
                 group = _Group()
             idle = not live or sum(sent) >= most or len(sent) >= QUEUE_GROUPS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zephon.errors import DataError
 from zephon.loader import Loader, Stats
 from zephon.run.child import Child
-from zephon.run.wire import receive, send
+from zephon.run.wire import send
 from zephon.types import Batch
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ class IsolatedLoader(Loader):
         self._turn, self._came = 0, False
         self._taken: deque[_Item] = deque()
         self._ended = False
-        self._child = Child("loader", (stream.recipe, options))  # at once: it starts while a checkpoint loads
+        self._child = Child(
+            "loader", (stream.recipe, options), stream.recipe.run.timeout
+        )  # at once: it starts while a checkpoint loads
         self._end = weakref.finalize(self, self._child.close)  # a loader that is dropped leaves no process
 
     def __next__(self) -> Batch:
@@ -58,11 +60,17 @@ class IsolatedLoader(Loader):
                 self._came = False
                 send(self._child.link, ("taken", self._turn))
             while True:
-                turn, items = receive(self._child.link)
-                if turn == self._turn:
+                turn, items = self._child.receive()
+                if turn is None:  # it hangs, and says over what
+                    self._child.kill()
+                if turn in (None, self._turn):
                     self._came = True
                     self._taken.extend(items)
                     return self._taken.popleft()
+        except TimeoutError:
+            self._child.kill()
+            self._failed = self._stream.watch.error("The process of the isolated loader: no sign of life")
+            raise self._failed from None
         except (EOFError, OSError) as error:
             self._failed = self._died()
             raise self._failed from error

@@ -7,15 +7,18 @@ maps written in Python).
 
 import contextlib
 import logging
-import socket
+import queue
 import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
+from zephon.errors import DataError
 from zephon.recipe import Recipe
-from zephon.run.child import Child
-from zephon.run.wire import hang_up, receive, send
+from zephon.run.child import HUNG, Child
+from zephon.run.watch import Watch
+from zephon.run.wire import send
 from zephon.worker import Handle, Runner
 
 T = TypeVar("T")
@@ -25,13 +28,17 @@ logger = logging.getLogger(__name__)
 DEATHS = 3
 """Times that workers may die over the same task before the run stops."""
 
+HANGS = 1
+"""Times that workers may hang over the same task before the run stops."""
+
 
 class _Lazy(Handle[T]):
-    def __init__(self, work: Callable[..., T], args: tuple[Any, ...]) -> None:
-        self._work, self._args = work, args
+    def __init__(self, watch: Watch, work: Callable[..., T], args: tuple[Any, ...]) -> None:
+        self._watch, self._work, self._args = watch, work, args
 
     def result(self) -> T:
-        return self._work(*self._args)
+        with self._watch.over(self._work, self._args):
+            return self._work(*self._args)
 
 
 class InlineRunner(Runner):
@@ -39,32 +46,84 @@ class InlineRunner(Runner):
 
     tasks = 0
 
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
     def submit(self, work: Callable[..., T], *args: Any) -> Handle[T]:
-        return _Lazy(work, args)
+        return _Lazy(self._watch, work, args)
 
     def close(self) -> None:
         pass
 
 
-class ThreadRunner(Runner):
-    """Does the work in a pool of threads."""
+_Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
-    def __init__(self, workers: int) -> None:
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="zephon")
+
+class ThreadRunner(Runner):
+    """Does the work in threads. One that hangs is left behind: neither `close` nor the end of Python waits for it."""
+
+    def __init__(self, workers: int, watch: Watch) -> None:
         self.tasks = workers + 1
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        hung = set[threading.Thread]()
+        work = self._tasks, watch, hung
+        crew = [threading.Thread(target=_work, args=work, name=f"zephon-{i}", daemon=True) for i in range(workers)]
+        for thread in crew:
+            thread.start()
+        self._end = weakref.finalize(self, _send_home, self._tasks, crew, hung)
 
     def submit(self, work: Callable[..., T], *args: Any) -> Handle[T]:
-        return self._pool.submit(work, *args)
+        future: Future[T] = Future()
+        self._tasks.put((future, work, args))
+        return future
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._end()
+
+
+def _work(tasks: "queue.SimpleQueue[_Task | None]", watch: Watch, hung: set[threading.Thread]) -> None:
+    """What a worker thread does until it is sent home."""
+    me = threading.current_thread()
+    while (task := tasks.get()) is not None:
+        future, work, args = task
+
+        def fail(error: BaseException, future: Future[Any] = future) -> None:
+            with contextlib.suppress(InvalidStateError):  # it was given up, or cancelled
+                future.set_exception(error)
+
+        def give_up(error: DataError, fail: Callable[[BaseException], None] = fail) -> None:
+            hung.add(me)
+            fail(error)
+
+        try:
+            with watch.over(work, args, give_up):
+                result = work(*args)
+            with contextlib.suppress(InvalidStateError):
+                future.set_result(result)
+            del result
+        except BaseException as error:
+            fail(error)
+        del task, future, args, fail, give_up  # what a thread has done must not stay while it waits
+
+
+def _send_home(
+    tasks: "queue.SimpleQueue[_Task | None]", crew: list[threading.Thread], hung: set[threading.Thread]
+) -> None:
+    with contextlib.suppress(queue.Empty):
+        while task := tasks.get_nowait():
+            task[0].cancel()
+    for _ in crew:
+        tasks.put(None)
+    for thread in crew:
+        if thread not in hung:
+            thread.join()
 
 
 class ProcessRunner(Runner):
     """Does the work in processes of its own; one that dies is replaced and its work done again."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._crew = [_Hand(recipe, number) for number in range(recipe.run.workers)]
+    def __init__(self, recipe: Recipe, watch: Watch) -> None:
+        self._crew = [_Hand(recipe, number, watch) for number in range(recipe.run.workers)]
         self.tasks = 2 * recipe.run.workers
 
     def submit(self, work: Callable[..., T], *args: Any) -> Handle[T]:
@@ -79,15 +138,19 @@ class ProcessRunner(Runner):
 class _Hand:
     """One worker process, its open tasks in the order given, and the thread that reads its answers."""
 
-    def __init__(self, recipe: Recipe, number: int) -> None:
-        self._recipe, self._number = recipe, number
+    def __init__(self, recipe: Recipe, number: int, watch: Watch) -> None:
+        self._recipe, self._number, self._watch = recipe, number, watch
         self._lock = threading.Lock()
         self._tasks: dict[int, tuple[str, tuple[Any, ...], Future[Any]]] = {}
         self._next = 0
         self._closing = False
-        self._child = Child("worker", recipe)
+        self._lost: Exception | None = None
+        self._child = self._start()
         self._reader = threading.Thread(target=self._read, name=f"zephon-reader-{number}", daemon=True)
         self._reader.start()
+
+    def _start(self) -> Child:
+        return Child("worker", self._recipe, self._recipe.run.timeout / 2)
 
     @property
     def load(self) -> int:
@@ -97,6 +160,9 @@ class _Hand:
     def submit(self, name: str, args: tuple[Any, ...]) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
+            if self._lost:
+                future.set_exception(self._lost)
+                return future
             number, self._next = self._next, self._next + 1
             self._tasks[number] = name, args, future
             self._send(number, name, args)
@@ -115,12 +181,13 @@ class _Hand:
             send(self._child.link, (number, name, args))
 
     def _read(self) -> None:
-        """Hand out answers; replace the process when it dies."""
-        deaths = 0
-        while True:
-            link: socket.socket = self._child.link
+        """Hand out answers; replace the process when it dies, or hangs."""
+        deaths = hangs = 0
+        while not self._lost:
             try:
-                number, good, value = receive(link)
+                number, good, value = self._child.receive()
+            except TimeoutError:
+                number, good, value = HUNG, False, None
             except (EOFError, OSError):
                 with self._lock:
                     if self._closing:
@@ -128,37 +195,52 @@ class _Hand:
                     deaths += 1
                     code = self._child.process.wait()
                     logger.warning("Worker process %d died (exit code %d); replacing it.", self._number, code)
-                    if deaths > DEATHS:
-                        self._give_up(code)
-                        return
-                    hang_up(link)
-                    self._child = Child("worker", self._recipe)
-                    for again, (name, args, _) in self._tasks.items():
-                        self._send(again, name, args)
+                    self._replace(_died(code) if deaths > DEATHS else None)
                 continue
-            deaths = 0
             with self._lock:
+                if number == HUNG:
+                    hangs += 1
+                    error = value or self._silent()
+                    logger.warning("Worker process %d hangs; replacing it. %s", self._number, error)
+                    self._replace(error if hangs > HANGS else None)
+                    continue
                 future = self._tasks.pop(number)[2]
+            deaths = hangs = 0
             if good:
                 future.set_result(value)
             else:
                 future.set_exception(value)
 
-    def _give_up(self, code: int) -> None:
-        for _, _, future in self._tasks.values():
-            future.set_exception(
-                RuntimeError(
-                    f"Worker processes died {DEATHS + 1} times over the same work, last with exit code {code} (-9 is "
-                    "SIGKILL, often for want of memory). Give the machine more memory, or use fewer [run] workers."
-                )
-            )
-        self._tasks.clear()
+    def _silent(self) -> Exception:
+        """It does not even say what it hangs over: the oldest open task, then."""
+        name, args, _ = next(iter(self._tasks.values()), ("nothing", (), None))
+        return self._watch.error(f"{self._watch.describe(name, args)}, in a process that gives no sign of life")
+
+    def _replace(self, error: Exception | None) -> None:
+        """Have the open tasks done again by a new process, or give them up with an error."""
+        self._child.kill()
+        if error:
+            self._lost = error
+            for _, _, future in self._tasks.values():
+                future.set_exception(error)
+            self._tasks.clear()
+            return
+        self._child = self._start()
+        for again, (name, args, _) in self._tasks.items():
+            self._send(again, name, args)
 
 
-def make_runner(recipe: Recipe) -> Runner:
+def _died(code: int) -> RuntimeError:
+    return RuntimeError(
+        f"Worker processes died {DEATHS + 1} times over the same work, last with exit code {code} (-9 is SIGKILL, "
+        "often for want of memory). Give the machine more memory, or use fewer [run] workers."
+    )
+
+
+def make_runner(recipe: Recipe, watch: Watch) -> Runner:
     """The runner that a recipe asks for."""
     if recipe.run.runner == "threads":
-        return ThreadRunner(recipe.run.workers)
+        return ThreadRunner(recipe.run.workers, watch)
     if recipe.run.runner == "process":
-        return ProcessRunner(recipe)
-    return InlineRunner()
+        return ProcessRunner(recipe, watch)
+    return InlineRunner(watch)

@@ -9,14 +9,22 @@ import contextlib
 import mmap
 import os
 import pickle
+import select
 import socket
 import struct
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 _HEAD = struct.Struct("<QQ")  # bytes of the pickle, bytes of the memory file
 _SIZES = struct.Struct("<Q")
 _INLINE = 64 * 1024  # arrays smaller than this in all are cheaper inside the pickle than in a memory file
 _ALIGN = 64
+
+ALIVE = "alive"
+SLICES = 10
+"""Signs of life that must be missing."""
 
 
 def send(link: socket.socket, message: Any) -> None:
@@ -81,6 +89,36 @@ def receive(link: socket.socket) -> Any:
         buffers.append(memory[place : place + size])
         place += -(-size // _ALIGN) * _ALIGN
     return pickle.loads(memoryview(payload)[_SIZES.size * (count + 1) :], buffers=buffers)
+
+
+def wait(link: socket.socket, timeout: float) -> None:
+    """Return when there is something to receive.
+
+    Args:
+        link: our end.
+        timeout: seconds, 0 for ever; they pass in slices, so that a whole job that is stopped and goes on later does
+            not take the other side for one that hangs.
+
+    Raises:
+        TimeoutError: there is nothing.
+    """
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    if timeout and not any(poll.poll(1000 * timeout / SLICES) for _ in range(SLICES)):
+        raise TimeoutError
+
+
+def show_life(send: Callable[[Any], None], timeout: float) -> None:
+    """Send signs of life until the other side has gone, in a thread that ends with the process."""
+
+    def beat() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                send(ALIVE)
+                time.sleep(timeout / SLICES)
+
+    if timeout:
+        threading.Thread(target=beat, name="zephon-life", daemon=True).start()
 
 
 def _exactly(link: socket.socket, length: int) -> bytearray:

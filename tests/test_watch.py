@@ -1,0 +1,201 @@
+"""What hangs is named, with its source, and stops the run; or it is done again, and nothing changes."""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from small import write_recipe
+
+from zephon import DataError, RecipeError, Stream
+from zephon.digest import lane_digest
+from zephon.run.isolate import IsolatedLoader
+from zephon.run.runners import ProcessRunner
+from zephon.run.watch import Watch
+
+HANG = """
+import os
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def hangs(row):
+    if row["text"].startswith("doc1007 "):
+        with (HERE / "hung").open("a") as file:
+            file.write("x")
+        if (HERE / "once").exists() and (HERE / "hung").stat().st_size > 1:
+            return True
+        os.close(os.open(HERE / "fifo", os.O_RDONLY))  # waits for a writer, as reads wait for storage that is gone
+    return True
+"""
+
+SOURCES = """
+[[sources]]
+name = "a"
+paths = ["a/*.jsonl"]
+[[sources]]
+name = "b"
+paths = ["b/*.jsonl"]
+filter = "hangs:hangs"
+"""
+
+VARIANTS = ["inline 1", "threads 2", "process 2", "inline 1 isolate", "threads 1 isolate", "process 1 isolate"]
+
+
+def with_run(path: Path, variant: str, timeout: int = 1) -> Path:
+    runner, workers, *isolate = variant.split()
+    run = f'[run]\nrunner = "{runner}"\nworkers = {workers}\nisolate = {"true" if isolate else "false"}'
+    copy = path.with_name(variant.replace(" ", "-") + ".toml")
+    copy.write_text(path.read_text().replace("[run]", f"{run}\ntimeout = {timeout}"))
+    return copy
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe whose source b waits for ever over one row, behind the 64 rows that are read at the start."""
+    path = write_recipe(tmp_path, sources=SOURCES)
+    lines = (tmp_path / "b" / "one.jsonl").read_text().splitlines(keepends=True)
+    lines.append(lines.pop(7))
+    others = (tmp_path / "a" / "two.jsonl").read_text()
+    (tmp_path / "b" / "one.jsonl").write_text(others + "".join(lines))
+    (tmp_path / "hangs.py").write_text(HANG)
+    os.mkfifo(tmp_path / "fifo")
+    sys.modules.pop("hangs", None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return path
+
+
+def deliver(path: Path, steps: int = 30) -> list[dict[int, bytes]]:
+    with Stream.open(path) as stream:
+        loader = stream.loader()
+        return [{lane: lane_digest(mine) for lane, mine in loader.step_records().items()} for _ in range(steps)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_work_that_hangs_stops_the_run_and_is_named(
+    hanging: Path, variant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(DataError, match=r"Source 'b': measuring \d+ rows, from .*one\.jsonl.*\[run\] timeout") as error:
+        deliver(with_run(hanging, variant))
+    assert "last read" in str(error.value) or "process" in variant
+    assert time.monotonic() - started < 20
+    if variant == "inline 1":
+        assert "0 s so far, of 1." in caplog.text
+
+
+@pytest.mark.parametrize("variant", ["process 1", "process 2", "process 1 isolate"])
+def test_a_worker_that_hangs_once_is_replaced_and_nothing_changes(hanging: Path, variant: str) -> None:
+    hanging.with_name("once").touch()
+    hung = hanging.with_name("hung")
+    hung.write_text("xx")
+    expected = deliver(with_run(hanging, "inline 1"))
+    hung.write_text("")
+    assert deliver(with_run(hanging, variant)) == expected
+    assert hung.stat().st_size >= 2
+
+
+def test_a_worker_that_is_stopped_is_replaced_and_nothing_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_recipe(tmp_path)
+    found: list[dict[int, bytes]] = []
+    with Stream.open(with_run(path, "process 2")) as stream:
+        assert isinstance(stream.runner, ProcessRunner)
+        loader = stream.loader()
+        while any(hand._child._silence > 1 for hand in stream.runner._crew):  # they have not shown any life yet
+            found.append({lane: lane_digest(mine) for lane, mine in loader.step_records().items()})
+        for hand in stream.runner._crew:
+            hand._child.process.send_signal(signal.SIGSTOP)
+        while caplog.text.count("no sign of life") < 2 or len(found) < 30:
+            found.append({lane: lane_digest(mine) for lane, mine in loader.step_records().items()})
+    assert found == deliver(with_run(path, "inline 1"), len(found))
+
+
+def test_an_isolated_loader_that_is_stopped_ends_the_run(tmp_path: Path) -> None:
+    with Stream.open(with_run(write_recipe(tmp_path), "inline 1 isolate")) as stream:
+        loader = stream.loader()
+        assert isinstance(loader, IsolatedLoader)
+        loader.step_records()
+        child = loader._child.process
+        child.send_signal(signal.SIGSTOP)
+        with pytest.raises(DataError, match="no sign of life"):
+            while True:
+                next(loader)
+        assert child.poll() == -signal.SIGKILL
+        with pytest.raises(DataError, match="failed before"):
+            next(loader)
+
+
+def test_a_job_that_is_stopped_and_goes_on_is_no_hang(tmp_path: Path) -> None:
+    path = with_run(write_recipe(tmp_path), "process 1 isolate", timeout=1)
+    code = (
+        "import sys, time\nfrom zephon import Stream\n"
+        "with Stream.open(sys.argv[1]) as stream:\n"
+        "    loader = stream.loader()\n"
+        "    for step in range(2000):\n"
+        "        loader.step_records()\n"
+        "        if step % 200 == 0: print(step, flush=True)\n"
+    )
+    job = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert job.stdout
+    with job:
+        job.stdout.readline()
+        os.killpg(job.pid, signal.SIGSTOP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.wait(2)
+        os.killpg(job.pid, signal.SIGCONT)
+        assert job.wait(60) == 0
+
+
+def test_work_in_another_thread_is_logged_when_it_cannot_be_interrupted(caplog: pytest.LogCaptureFixture) -> None:
+    watch, release = Watch(0.1), threading.Event()
+
+    def work() -> None:
+        with watch.over(release.wait, ()):
+            release.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while "cannot be interrupted" not in caplog.text:
+        thread.join(0.01)
+    release.set()
+    thread.join()
+
+
+def test_an_interrupt_of_the_user_is_not_mistaken(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt), Watch(60).over(signal.raise_signal, ()):
+        signal.raise_signal(signal.SIGINT)
+    assert not caplog.text
+
+
+def test_an_interrupt_that_comes_late_hits_nothing_else() -> None:
+    watch = Watch(0.05)
+    with pytest.raises(DataError, match="no end in"), watch.over(_busy, ()):
+        _busy(watch)
+    for _ in range(1000):
+        time.monotonic()
+
+
+def _busy(watch: Watch) -> None:
+    """Work that catches the interrupt itself, as native code does that polls for signals late."""
+    with contextlib.suppress(KeyboardInterrupt):
+        while not any(note.error for note in watch._notes.values()):
+            pass
+
+
+def test_a_timeout_is_a_number_of_seconds(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="timeout"):
+        Stream.open(with_run(write_recipe(tmp_path), "inline 1", timeout=-1))
+    with Stream.open(with_run(write_recipe(tmp_path), "inline 1", timeout=0)) as stream:
+        loader = stream.loader()
+        assert loader.step_records()
+        assert not stream.watch._notes

@@ -1,0 +1,146 @@
+"""The watchdog: work that does not end is named, with its source and file, and stops the run instead of hanging it.
+
+Every task of a stream (measure some rows, build a micro-batch) is noted while it is worked on, and one thread of the
+process looks at the notes. After a third of `[run] timeout` it warns, after all of it the task is given up:
+
+- in the main thread by an interrupt, which ends every wait that can be interrupted;
+- in a worker thread by failing the task: whoever waits for it goes on, and the thread is left behind;
+- in a process of ours by telling the parent, which kills it, and has a worker's task done once more.
+"""
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any
+from weakref import WeakSet
+
+from zephon.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT = 90
+"""Seconds that a task may take where a recipe does not say. TorchTitan's process groups give up after 100 s, with a
+message that names no data. Tasks take some 10 ms, and 21 s more where reads that fail are tried again."""
+
+LOOKS = 20
+"""How often the watchdog looks during a timeout."""
+
+
+class Watch:
+    """The watchdog of one stream.
+
+    Args:
+        timeout: seconds that a task may take; 0 watches nothing.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.describe: Callable[[str, tuple[Any, ...]], str] = lambda name, _: name
+        """Says what a task is, by the name of its work and its arguments."""
+        self.told: Callable[[DataError], None] | None = None
+        """In a process that another one watches: is told what has to be given up."""
+        self._notes: dict[int, _Note] = {}
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def over(
+        self, work: Callable[..., Any], args: tuple[Any, ...], fail: Callable[[DataError], None] | None = None
+    ) -> Generator[None]:
+        """Watch a task that this thread does in the block; `fail` tells those who wait for it elsewhere.
+
+        Raises:
+            DataError: it took too long; raised at once where the thread can be interrupted.
+        """
+        if not self.timeout:
+            yield
+            return
+        note, me = _Note(work.__name__, args, fail), threading.get_ident()
+        self._notes[me] = note
+        _look_after(self)
+        try:
+            yield
+        except KeyboardInterrupt:
+            if note.error is None:
+                raise
+            note.interrupts = False
+        finally:
+            with self._lock:
+                del self._notes[me]
+        if note.error:
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(note.interrupts)  # the interrupt is on its way: it must not hit what comes next
+            raise note.error
+
+    def look(self) -> None:
+        """Warn of tasks that take long, and give up those that take too long."""
+        now = time.monotonic()
+        with self._lock:
+            for thread, note in list(self._notes.items()):
+                age = now - note.since
+                if age >= self.timeout and not note.told:
+                    note.told = True
+                    self._give_up(thread, note)
+                elif age >= self.timeout / 3 and not note.warned:
+                    note.warned = True
+                    logger.warning("%s: %.0f s so far, of %g.", self._what(thread, note), age, self.timeout)
+
+    def error(self, what: str) -> DataError:
+        """What is raised about a task that was given up."""
+        return DataError(
+            f"{what}: no end in {self.timeout:g} s ([run] timeout). Storage hangs, or code that the recipe names; so "
+            "would the run. Nothing is lost: go on from the last state once it answers, or with a larger timeout."
+        )
+
+    def _give_up(self, thread: int, note: "_Note") -> None:
+        error = self.error(self._what(thread, note))
+        if fail := note.fail or self.told:
+            fail(error)
+        elif thread == threading.main_thread().ident and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            note.error, note.interrupts = error, True
+            signal.pthread_kill(thread, signal.SIGINT)
+        else:
+            logger.error("%s This thread cannot be interrupted.", error)
+
+    def _what(self, thread: int, note: "_Note") -> str:
+        what = self.describe(note.work, note.args)
+        return f"{what} (last read: {_READS[thread]})" if thread in _READS else what
+
+
+class _Note:
+    """A task that is being worked on."""
+
+    def __init__(self, work: str, args: tuple[Any, ...], fail: Callable[[DataError], None] | None) -> None:
+        self.work, self.args, self.fail = work, args, fail
+        self.since = time.monotonic()
+        self.warned = self.told = self.interrupts = False
+        self.error: DataError | None = None
+
+
+_READS: dict[int, str] = {}
+_WATCHES: "WeakSet[Watch]" = WeakSet()
+_THREAD: list[threading.Thread] = []
+
+
+def reading(path: str) -> None:
+    """Note which file this thread is about to read."""
+    _READS[threading.get_ident()] = path
+
+
+def _look_after(watch: Watch) -> None:
+    if watch not in _WATCHES:
+        _WATCHES.add(watch)
+        if not _THREAD:
+            _THREAD.append(threading.Thread(target=_patrol, name="zephon-watchdog", daemon=True))
+            _THREAD[0].start()
+
+
+def _patrol() -> None:
+    while True:
+        watches = list(_WATCHES)
+        for watch in watches:
+            watch.look()
+        time.sleep(min([1.0, *(watch.timeout / LOOKS for watch in watches)]))
+        del watches
