@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,8 +55,9 @@ class TextTokenizer(Encoder):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Hash of the file and the ids of BOS and EOS; not which library encodes, since the ids are the same."""
-        return {"sha256": self._sha256, "bos": self.bos, "eos": self.eos}
+        """Hash of the file, the ids of BOS and EOS, and the library that defines ids; fastokens gives the same ones."""
+        library = f"{self._own.name} {version(self._own.name)}"
+        return {"sha256": self._sha256, "bos": self.bos, "eos": self.eos, "library": library}
 
     def id_of(self, token: str) -> int | None:
         """The id of a token, if there is such a one."""

@@ -26,6 +26,7 @@ OUTSIDE = {
     "zephon/formats/jsonl.py": {"numpy", "orjson"},
     "zephon/formats/parquet.py": {"numpy", "pyarrow"},
     "zephon/formats/tar.py": {"numpy", "orjson"},
+    "zephon/run/peers.py": {"torch"},
     "zephon/run/stop.py": {"torch"},
     "zephon/titan.py": {"numpy", "torch", "torchtitan", "tyro"},
 }

@@ -8,8 +8,8 @@ import contextlib
 import gc
 import itertools
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,8 @@ from zephon.feed import Feeder
 from zephon.lane import Lane
 from zephon.modality import LATE
 from zephon.recipe import divisors
-from zephon.state import HEADER, LaneState, compare_headers, encode_header, lane_key, tag_of
+from zephon.restore import batch_sizes, compare_headers
+from zephon.state import HEADER, LaneState, encode_header, lane_key, tag_of
 from zephon.types import Batch, Plan, Record, Skip
 from zephon.worker import Handle
 
@@ -151,6 +152,7 @@ class Loader:
         """The lanes of this rank, ascending; for a finite stream, its records of a global batch."""
         self._hosted = [0] if self._finite else self.lanes
         self._per_step = len(self.lanes) * self._share // self._local
+        self._history: list[dict[str, Any]] = []
         self._begin(0, {lane: stream.start() for lane in self._hosted})
 
     @property
@@ -233,7 +235,7 @@ class Loader:
             RestoreError: some micro-batches of a step have been handed over, but not all.
         """
         self._check_between_steps()
-        header = encode_header(self._stream.header(0 if self._island else self._step))
+        header = encode_header(self._stream.header(0 if self._island else self._step, self._history))
         tag = tag_of(header)
         keys = {lane: lane_key(lane) for lane in self._states}
         # Ranks of a finite stream write the same bytes, while each builds, and so counts, only its own records.
@@ -252,20 +254,30 @@ class Loader:
                 "States and whole steps exist between global steps only; take the rest of the step first."
             )
 
-    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+    def load_state_dict(self, state: Mapping[str, bytes], allow: Iterable[str] = ()) -> None:
         """Go on from a state; more lanes than this rank owns may be in it.
+
+        Args:
+            state: what `state_dict` gave, of this rank or of all.
+            allow: differences that the run may go on with, by name (`zephon.restore.PERMISSIONS`).
 
         Raises:
             RestoreError: it belongs to another stream, or lacks a lane.
         """
         if HEADER not in state:
             raise RestoreError(f"The state lacks {HEADER!r}; it holds {sorted(state)}.")
-        step = compare_headers(state[HEADER], self._stream.header(0))
+        restored = compare_headers(state[HEADER], self._stream.header(0), allow)
+        if self._finite and "global_batch_size" in restored.allowed:
+            raise RestoreError("The global batch size of a finite stream cannot change: it says which rank gets what.")
         missing = [key for key in map(lane_key, self._hosted) if key not in state]
         if missing:
             raise RestoreError(f"The state lacks {missing}; it holds {sorted(state)}.")
         keys = {lane: lane_key(lane) for lane in self._hosted}
-        self._begin(step, {lane: LaneState.decode(key, state[key], state[HEADER]) for lane, key in keys.items()})
+        states = {lane: LaneState.decode(key, state[key], state[HEADER]) for lane, key in keys.items()}
+        if "weights" in restored.allowed:
+            states = {lane: one.without_deficits() for lane, one in states.items()}
+        self._history = restored.history
+        self._begin(restored.step, states)
 
     def stats(self) -> Stats:
         """What has been delivered, from the states: exact, and the same however far workers are ahead."""
@@ -279,8 +291,9 @@ class Loader:
                 for counter, number in zip(known.counters, source.counters, strict=True):
                     dropped[known.name][counter] = dropped[known.name].get(counter, 0) + number
         # A finite stream is decided whole on every rank, so its figures are those of all ranks together.
-        per_step = self._stream.batch.global_batch_size if self._finite else len(self.lanes) * self._share
-        records = self._step * per_step
+        records = batch_sizes(self._history, self._stream.batch.global_batch_size, self._step)
+        if not self._finite:
+            records = records // self._stream.parts * len(self.lanes)
         positions = sum(mixed.values()) - waiting - self._loaded
         return Stats(records, positions, records * self._stream.batch.seq_len - positions, mixed, dropped)
 

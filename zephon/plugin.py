@@ -1,9 +1,10 @@
 """The user's own code, named in a recipe as `module:name`."""
 
 import hashlib
-import importlib
+import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from zephon.errors import RecipeError
@@ -22,7 +23,7 @@ class Named(NamedTuple):
 
 
 def find_named(key: str, name: str, folder: Path, wanted: str) -> Named:
-    """Import what `key = "module:name"` names; the module is looked for on the path, then beside the recipe.
+    """Import what `key = "module:name"` names; the module lies beside the recipe, or is looked for on the path.
 
     Args:
         key: the recipe's key, for messages.
@@ -36,16 +37,36 @@ def find_named(key: str, name: str, folder: Path, wanted: str) -> Named:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute.isidentifier():
         raise RecipeError(f"{key} must be 'module:name', it is {name!r}.")
-    beside = str(folder.resolve())
-    if beside not in sys.path:
-        sys.path.append(beside)
+    own = folder.resolve() / f"{module_name}.py"
     try:
-        module = importlib.import_module(module_name)
+        module = _beside(own) if own.is_file() else importlib.import_module(module_name)
         value = getattr(module, attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except RecipeError:
+        raise
+    except Exception as error:  # the module may raise anything
         raise RecipeError(
-            f"{key} = {name!r} cannot be used: {error}. The module must be importable, or lie beside the recipe as "
-            f"{module_name}.py, and hold {wanted.format(attribute)}."
+            f"{key} = {name!r} cannot be used: {error!r}. The module must lie beside the recipe as "
+            f"{own.name}, or be importable, and hold {wanted.format(attribute)}."
         ) from error
     file = getattr(module, "__file__", None)
     return Named(value, hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None)
+
+
+def _beside(file: Path) -> ModuleType:
+    """Load a module that lies beside the recipe, under a name that no module of another recipe, or of an older version
+    of this file, can have."""
+    folder = str(file.parent)
+    if folder not in sys.path:  # for what it imports itself
+        sys.path.append(folder)
+    unique = f"{file.stem}_{hashlib.sha256(folder.encode() + file.read_bytes()).hexdigest()[:16]}"
+    if unique not in sys.modules:
+        spec = importlib.util.spec_from_file_location(unique, file)
+        assert spec
+        assert spec.loader
+        sys.modules[unique] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[unique])
+        except BaseException:
+            del sys.modules[unique]
+            raise
+    return sys.modules[unique]

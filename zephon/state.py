@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from zephon.errors import RestoreError
 from zephon.types import Ref, Sample, Segment
@@ -98,6 +98,10 @@ class LaneState(NamedTuple):
             for i, one in enumerate(self.sources)
         ]
         return self._replace(sources=tuple(sources))
+
+    def without_deficits(self) -> "LaneState":
+        """This state as if all sources had had their share so far."""
+        return self._replace(sources=tuple(one._replace(deficit=0) for one in self.sources))
 
     def encode(self, key: str, tag: bytes) -> bytes:
         """Bytes of this state for the lane `key`, under the header that `tag` names."""
@@ -210,51 +214,3 @@ def encode_header(values: Mapping[str, Any]) -> bytes:
 def tag_of(header: bytes) -> bytes:
     """What ties a lane's bytes to a header."""
     return hashlib.sha256(header).digest()[:_TAG]
-
-
-def compare_headers(saved: bytes, running: Mapping[str, Any]) -> int:
-    """Check that a checkpoint belongs to this stream, and read its step.
-
-    Args:
-        saved: the header of the checkpoint.
-        running: the header of the stream that wants to go on; its step does not matter.
-
-    Returns:
-        The step after which the checkpoint was taken.
-
-    Raises:
-        RestoreError: lists every field that differs, both values side by side.
-    """
-    try:
-        old = json.loads(saved)
-        step = int(old["step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise RestoreError(
-            "The loader's header in this checkpoint cannot be read; it is damaged or foreign."
-        ) from error
-    before, now = _flatten({**old, "step": 0}), _flatten({**running, "step": 0})
-    differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    if differing:
-        absent = "(absent)"
-        table = "\n".join(f"  {key}: {before.get(key, absent)} -> {now.get(key, absent)}" for key in differing)
-        raise RestoreError(
-            f"The checkpoint at step {step} was written by another stream (checkpoint -> this run):\n{table}\n"
-            "Going on would silently change the data. Put the old values back, or start a new run."
-        )
-    return step
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted names of all leaves; list entries are numbered, or named where they have a name."""
-    if isinstance(value, Mapping):
-        mapping = cast(Mapping[str, Any], value)
-        items = [(f"{prefix}.{key}" if prefix else key, item) for key, item in mapping.items()]
-    elif isinstance(value, list):
-        entries = cast(list[Any], value)
-        names = [
-            cast(Any, one["name"] if isinstance(one, dict) and "name" in one else i) for i, one in enumerate(entries)
-        ]
-        items = [(f"{prefix}[{name}]", one) for name, one in zip(names, entries, strict=True)]
-    else:
-        return {prefix: json.dumps(value)}
-    return {name: leaf for key, item in items for name, leaf in _flatten(item, key).items()}

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from zephon.order import ORDER_VERSION, SourceOrder
 from zephon.pack import ALGORITHMS, Packer, Room
 from zephon.plugin import Named, find_named
 from zephon.recipe import BatchSpec, PackingSpec, Recipe, SourceSpec
+from zephon.restore import HISTORY
 from zephon.run.budget import Budget
 from zephon.run.isolate import IsolatedLoader
 from zephon.run.runners import InlineRunner, make_runner
@@ -181,8 +182,8 @@ class Stream:
         """The state of every lane before its first record."""
         return Lane.start(self.lane_sources)
 
-    def header(self, step: int) -> dict[str, Any]:
-        """What a checkpoint says about the stream it was taken from."""
+    def header(self, step: int, history: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+        """What a checkpoint says about the stream it was taken from, and what its run was allowed."""
         recipe = self.recipe
         return {
             "format": FORMAT_VERSION,
@@ -215,6 +216,7 @@ class Stream:
             },
             "packing": _packing_header(recipe.packing, self._packer),
             **({"records": list(recipe.extras)} if recipe.extras else {}),
+            **({HISTORY: [*history]} if history else {}),
         }
 
     def close(self) -> None:

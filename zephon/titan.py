@@ -36,9 +36,11 @@ from zephon.errors import RecipeError, RestoreError, TopologyError
 from zephon.ledger import LedgerWriter
 from zephon.loader import check_topology
 from zephon.recipe import Recipe
+from zephon.restore import check_allowed, compare_headers
+from zephon.run.peers import check_peers
 from zephon.run.skips import SkipWriter
 from zephon.run.stop import StopSignals
-from zephon.state import HEADER, compare_headers
+from zephon.state import HEADER
 from zephon.stream import Stream
 from zephon.types import Record
 
@@ -72,6 +74,10 @@ class DataLoader(BaseDataLoader):
         recipe: str = ""
         """Path of the recipe (TOML). It may leave out [batch] and [tokenizer]; where both speak they must agree."""
 
+        allow: list[str] = field(default_factory=list[str])
+        """Differences that a restore may go on with: weights, global_batch_size, records, code, codecs. Written into
+        the history of the run; one that is not needed does nothing."""
+
         infinite: bool = True
         """Set by TorchTitan's validator: whether it stops after a number of steps."""
 
@@ -97,6 +103,7 @@ class DataLoader(BaseDataLoader):
                 "This trainer is TorchTitan's own, which tells no loader the global batch size, so batches would "
                 "change with the number of ranks. Use zephon.titan.Trainer.Config in its place."
             )
+        self._allow = check_allowed(config.allow)
         path = getattr(tokenizer, "tokenizer_path", None)
         default = local_batch_size * dp_world_size  # for validation over a recipe that names no global batch
         asked = (os.path.abspath(config.recipe), seq_len, config.global_batch_size, default, path)
@@ -122,7 +129,7 @@ class DataLoader(BaseDataLoader):
         return dict(self.loader.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state_dict)
+        self.loader.load_state_dict(state_dict, self._allow)
 
 
 class Validator(TitanValidator):
@@ -238,6 +245,7 @@ class Trainer(TitanTrainer):
                 f"[records] asks for {extras}, which this model's forward does not take: TorchTitan would fail at the "
                 "first step. Leave them out (it makes its masks from positions), or use a model that takes them."
             )
+        check_peers(self.dataloader.stream.header(0))
         if isinstance(self.checkpointer, CheckpointManager) and self.checkpointer.enable:
             self._check_checkpoint(self.checkpointer)
         with StopSignals() as self._stop:
@@ -276,7 +284,7 @@ class Trainer(TitanTrainer):
                 "silently starts again. Remove it from the list; the loader's state loads at any number of ranks."
             )
         header = read_header(place)
-        saved = compare_headers(header, self.dataloader.stream.header(0))
+        saved = compare_headers(header, self.dataloader.stream.header(0), self.config.dataloader.allow).step  # pyright: ignore[reportAttributeAccessIssue, reportUnknownArgumentType, reportUnknownMemberType]
         if step is not None and saved != step:
             raise RestoreError(f"{place} holds the loader's state of step {saved}. The checkpoint mixes two saves.")
 

@@ -27,7 +27,7 @@ class Transform:
 
     Args:
         kind: `filter` or `map`.
-        name: `module:function`; the module is looked for on the path, then beside the recipe.
+        name: `module:function`; the module lies beside the recipe, or is looked for on the path.
         folder: the recipe's folder.
 
     Raises:

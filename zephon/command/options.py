@@ -10,6 +10,7 @@ from zephon.command.saved import read_state, write_state
 from zephon.errors import RecipeError, UsageError
 from zephon.loader import Loader
 from zephon.recipe import Recipe
+from zephon.restore import check_allowed
 from zephon.stream import Stream
 
 err = Console(stderr=True)
@@ -58,15 +59,19 @@ class Saving:
     """Step after which to save; the last one where left out."""
     resume: Path | None = None
     """Folder with a state to go on from: the latest complete one."""
+    allow: tuple[str, ...] = ()
+    """Differences to go on with: weights, global_batch_size, records, code, codecs. `--allow` with any other word says
+    what each means."""
 
     def begin(self, loaders: list[Loader], steps: int | None) -> None:
         """Check the options, and take up a state."""
         if self.save_at is not None and self.save is None:
             raise UsageError("--save-at needs --save, the folder to save to.")
+        check_allowed(self.allow)
         if self.resume:
             state = read_state(self.resume)
             for loader in loaders:
-                loader.load_state_dict(state)
+                loader.load_state_dict(state, self.allow)
         first = loaders[0].step + 1
         if steps is not None and steps < first:
             raise UsageError(f"--steps {steps} is the last step, but the next one is {first}: nothing would be done.")

@@ -5,6 +5,7 @@ is read whole. An address knows the state of its file: bytes of another state ar
 """
 
 import os
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -17,7 +18,14 @@ from zephon.formats.compressed import Descriptor
 from zephon.formats.steady import pread
 from zephon.run.watch import reading
 
-OPEN_BLOB_FILES = 256
+
+def open_files(most: int, part: int) -> int:
+    """How many files may stay open: `most`, or one in `part` of those that the process may open (`ulimit -n`)."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if allowed == resource.RLIM_INFINITY else max(2, min(most, allowed // part))
+
+
+OPEN_BLOB_FILES = open_files(256, 8)
 """Files that a process keeps open for what is read late; opening one costs more than reading an image's header."""
 
 

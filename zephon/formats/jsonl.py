@@ -21,6 +21,7 @@ import orjson
 from numpy.typing import NDArray
 
 from zephon.errors import DataError
+from zephon.formats.blobs import open_files
 from zephon.formats.compressed import Codec, Descriptor, decompress
 from zephon.formats.index import LineIndex
 from zephon.formats.lines import BLANK, Offsets
@@ -31,8 +32,8 @@ from zephon.types import Bad, Row
 _NEAR = 16 * 1024
 """Rows closer than this are read in one go: a second call costs what reading 16 KiB from the page cache costs."""
 
-OPEN_FILES = 512
-"""Files that the readers of a stream keep open, together."""
+OPEN_FILES = open_files(512, 3)
+"""Files that the readers of a stream keep open, together: two streams, as of training and validation, find room."""
 
 KEPT_BYTES = 32 * 1024 * 1024
 """Decompressed members that a reader keeps."""

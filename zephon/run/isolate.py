@@ -6,7 +6,7 @@ along with its last micro-batch, so that it belongs to what the trainer has rece
 
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from zephon.errors import DataError
@@ -86,8 +86,8 @@ class IsolatedLoader(Loader):
         self._check_between_steps()
         return dict(self._saved)
 
-    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        super().load_state_dict(state)  # refuses what does not belong here, in this process
+    def load_state_dict(self, state: Mapping[str, bytes], allow: Iterable[str] = ()) -> None:
+        super().load_state_dict(state, allow)  # refuses what does not belong here, in this process
         mine = super().state_dict()
         self._taken.clear()
         self._came = False
