@@ -2,12 +2,13 @@
 
     python -m benchmarks.kills [--runs 100] [--trainers 20] [--seed 1]
 
-A run is `zephon digest`, or TorchTitan's trainer under torchrun on 2 ranks. The kind of victim is drawn first, then a
-way to run that has one. The moment follows from what the run has done (lines of its ledger, the folder of its state),
-so no run can end before it. A worker that dies is replaced and its run goes on; any other death must end the run with
-an error that names it. Then another run goes on with another runner and number of ranks. Left is what outlives a run:
-processes, found by a mark in their environment, and the nameless memory files that they hold; names in shared memory
-that nobody holds; temporary files; and, at last, what in the cache or beside a state an undisturbed run does not leave.
+A run is `zephon digest`, of texts or of texts and images, or TorchTitan's trainer under torchrun on 2 ranks. The kind of
+victim is drawn first, then a way to run that has one. The moment follows from what the run has done (its index cache,
+lines of its ledger, the folder of its state), so no run can end before it. A worker that dies is replaced and its run
+goes on; any other death must end the run with an error that names it. Then another run goes on with another runner and
+number of ranks. Left is what outlives a run: processes, found by a mark in their environment, and the nameless memory
+files that they hold; names in shared memory that nobody holds; temporary files; and, at last, what in the cache or
+beside a state an undisturbed run does not leave.
 """
 
 import contextlib
@@ -36,6 +37,7 @@ from benchmarks.victims import (
     BEFORE,
     BOUND,
     DURING,
+    INDEXING,
     INLINE,
     LOADERS,
     LONG,
@@ -52,6 +54,7 @@ from benchmarks.victims import (
     started,
 )  # fmt: skip
 from recipes.demo.corpus import build
+from recipes.demo.pictures import MARKS, build_pairs
 from zephon import UsageError
 from zephon.command.saved import read_state
 from zephon.ledger import Steps, read_ledger
@@ -72,13 +75,15 @@ def main() -> None:
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     try:
         with console.status("building a corpus, and what its streams give undisturbed"):
-            build(work / "corpus")
-            stages = tuple(stage(work, trainer, chance) for trainer in (False, True))
+            build(work / "corpus", marks=MARKS)
+            build_pairs(work / "corpus" / "pairs")
+            stages = {name: stage(work, name, chance) for name in ("text", "mixed", *["trainer"] * (args.trainers > 0))}
         with Progress(*columns, console=console) as bars:
             task = bars.add_task("", total=args.runs)
             for number, (victim, target) in enumerate(plan(args, chance)):
                 bars.update(task, description=f"{victim.name}, {target}")
-                rows.append(one_run(stages[victim in TRAINERS], work / f"run-{number:04d}", victim, target))
+                name = "trainer" if victim in TRAINERS else ("text", "mixed")[number % 2]
+                rows.append(one_run(stages[name], work / f"run-{number:04d}", victim, target))
                 if rows[-1]["faults"]:
                     bars.console.print(f"run {number}: {rows[-1]}", markup=False)
                 bars.advance(task)
@@ -89,7 +94,8 @@ def main() -> None:
     for line in lines:
         table.add_row(*map(str, line.values()))
     console.print(table)
-    write("kills_by_phase", {"loaders": stages[0].facts, "trainers": stages[1].facts, "table": lines, "rows": rows})
+    facts = {name: one.facts for name, one in stages.items()}
+    write("kills_by_phase", {"stages": facts, "table": lines, "rows": rows})
     if bad := sum(bool(row["faults"]) for row in rows):
         sys.exit(f"{bad} of {len(rows)} runs are not as they should be; what they wrote is kept in {work}.")
     shutil.rmtree(work)
@@ -107,7 +113,13 @@ def one_run(at: Stage, folder: Path, victim: Victim, target: str) -> dict[str, A
     """Start, kill, look, go on elsewhere, look again."""
     shared = shared_memory()
     way, ranks = at.chance.choice(victim.ways), 2 if at.trainer else at.chance.choice((1, 2, 4))
-    row: dict[str, Any] = {"victim": victim.name, "target": target, "phase": None, "first": [*way, ranks]}
+    row: dict[str, Any] = {
+        "stream": at.name,
+        "victim": victim.name,
+        "target": target,
+        "phase": None,
+        "first": [*way, ranks],
+    }
     job = started(at, folder, "first", way, ranks, at.steps if victim.code == 0 else 100_000)
     come = moment(at, job, victim, target)
     faults = strike(at, job, victim, row) if come else ["not hit: the moment never came"]
@@ -130,6 +142,10 @@ def moment(at: Stage, job: Job, victim: Victim, target: str) -> bool:
     """Wait until the victim is there and the run in the phase that was drawn, then for a random point of that phase."""
     if not job.wait(lambda: job.found(victim.place)):
         return False
+    if target == INDEXING:
+        come = job.wait(lambda: job.indexing() or job.lines())
+        time.sleep(at.chance.uniform(0, 0.02))  # the indexes of these files are made in 20 to 60 ms
+        return come
     seen = time.monotonic()
     if target == STARTING:
         until = seen + at.chance.uniform(0, at.typical.get(victim.name, 4.0 if at.trainer else 0.4))

@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,22 @@ def machine() -> dict[str, Any]:
         "cores": sum(line.startswith("processor") for line in cpuinfo),
         "memory_gb": round(int(meminfo[0].split()[1]) / 1e6, 1),
         "python": platform.python_version(),
-        **{name: version(name) for name in packages},
+        **{name: _version(name) for name in packages},
+        **_device(),
     }
+
+
+def _device() -> dict[str, str]:
+    import torch
+
+    return {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def write(theme: str, data: dict[str, Any]) -> Path:

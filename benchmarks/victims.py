@@ -23,7 +23,8 @@ from zephon.digest import lane_digest
 from zephon.ledger import Steps, ledger_line
 
 BOUND, LONG = 60.0, 300.0  # seconds for a killed run to end (torchrun gives other ranks 30), and for one that goes on
-PHASES = STARTING, BEFORE, DURING, AFTER = ("starting", "before the save", "during the save", "after the save")
+PHASES = ("starting", "indexing", "before the save", "during the save", "after the save")
+STARTING, INDEXING, BEFORE, DURING, AFTER = PHASES
 
 Way = tuple[str, int, bool]  # runner, workers and isolate of [run]
 INLINE, THREADS, PROCESS = ("inline", 1, False), ("threads", 2, False), ("process", 2, False)
@@ -59,6 +60,7 @@ TRAINERS = (
 class Stage:
     """What a stream gives where nobody kills anything, and how its runs go."""
 
+    name: str
     recipe: str
     trainer: bool
     save_at: int
@@ -97,7 +99,14 @@ class Job:
         last = self.folder / path.format(self.at.save_at)
         if last.exists():
             return AFTER
-        return DURING if last.parent.exists() else BEFORE if self.lines() else STARTING
+        if last.parent.exists():
+            return DURING
+        return BEFORE if self.lines() else INDEXING if self.indexing() else STARTING
+
+    def indexing(self) -> bool:
+        """Whether some, but not all of the indexes are there."""
+        cache = self.folder / "cache"
+        return cache.exists() and not self.at.cache.keys() <= files_below(cache).keys()
 
     def found(self, place: str) -> list[int]:
         """The living processes at a place of the family. An isolated loader has the workers, in place of its parent."""
@@ -126,11 +135,39 @@ class Job:
             return self.process.wait(seconds)
 
 
-def stage(work: Path, trainer: bool, chance: random.Random) -> Stage:
+MIXED = """seed = 7
+lanes = 8
+[batch]
+seq_len = 256
+global_batch_size = 16
+[tokenizer]
+path = "tokenizer"
+[[sources]]
+name = "docs"
+paths = ["docs/*.jsonl"]
+[[sources]]
+name = "pairs"
+paths = ["pairs/*.tar"]
+modality = "image_text"
+preset = "qwen3_5"
+min_pixels = 4096
+max_pixels = 36864
+[mix]
+piece = "sequence"
+[packing]
+algorithm = "best_fit"
+[packing.budgets]
+patches = 512
+"""
+SHAPES = {"text": (2048, 16, 20, 160, 0.04), "mixed": (256, 16, 20, 160, 0.04), "trainer": (64, 8, 3, 8, 0.1)}
+"""Of each stage: seq_len, global batch, step of the save, last step, seconds that a save takes."""
+
+
+def stage(work: Path, name: str, chance: random.Random) -> Stage:
     """Take a stream further than any run that is killed comes, undisturbed and in this process."""
-    seq_len, size, save_at, steps, saving = (64, 8, 3, 8, 0.1) if trainer else (2048, 16, 20, 160, 0.04)
-    recipe, cache, whole, state = work / f"{seq_len}.toml", work / f"cache-{seq_len}", Steps(), dict[str, bytes]()
-    text = RECIPE.format(lanes=8, size=size).replace("seq_len = 2048", f"seq_len = {seq_len}")
+    seq_len, size, save_at, steps, saving = SHAPES[name]
+    recipe, cache, whole, state = work / f"{name}.toml", work / f"cache-{name}", Steps(), dict[str, bytes]()
+    text = MIXED if name == "mixed" else RECIPE.format(lanes=8, size=size).replace("= 2048", f"= {seq_len}")
     text = text.replace('path = "', f'path = "{work}/corpus/').replace('["', f'["{work}/corpus/')
     recipe.write_text(f'{text}[run]\ncache = "{cache}"\n')
     with Stream.open(recipe) as stream:
@@ -140,7 +177,8 @@ def stage(work: Path, trainer: bool, chance: random.Random) -> Stage:
             whole[step] = ledger_line(step, lanes, whole=True)["lanes"]
             state = loader.state_dict() if step == save_at else state
         facts = {**about(stream), "save_at": save_at, "steps": steps}
-    return Stage(text, trainer, save_at, steps, saving, whole, state, files_below(cache), facts, chance)
+    trainer = name == "trainer"
+    return Stage(name, text, trainer, save_at, steps, saving, whole, state, files_below(cache), facts, chance)
 
 
 def started(at: Stage, folder: Path, name: str, way: Way, ranks: int, steps: int, resume: bool = False) -> Job:
