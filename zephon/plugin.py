@@ -35,9 +35,9 @@ def find_named(key: str, name: str, folder: Path, wanted: str) -> Named:
         RecipeError: there is no such thing.
     """
     module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute.isidentifier():
+    if not all(one.isidentifier() for one in (*module_name.split("."), attribute)):
         raise RecipeError(f"{key} must be 'module:name', it is {name!r}.")
-    own = folder.resolve() / f"{module_name}.py"
+    own = _own(module_name, folder)
     try:
         module = _beside(own) if own.is_file() else importlib.import_module(module_name)
         value = getattr(module, attribute)
@@ -50,6 +50,24 @@ def find_named(key: str, name: str, folder: Path, wanted: str) -> Named:
         ) from error
     file = getattr(module, "__file__", None)
     return Named(value, hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None)
+
+
+def locate(name: str, folder: Path) -> str:
+    """The file that `find_named` would take `module:name` from; imports nothing. What it cannot tell, it says."""
+    module_name = name.partition(":")[0]
+    if not all(one.isidentifier() for one in module_name.split(".")):
+        return "no name of a module"
+    own = _own(module_name, folder)
+    if own.is_file():
+        return str(own)
+    package = module_name.partition(".")[0]
+    spec = importlib.util.find_spec(package)  # of a package within one, only its import would tell
+    where = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
+    return where or f"not found ({package} is neither beside the recipe nor installed)"
+
+
+def _own(module_name: str, folder: Path) -> Path:
+    return folder.resolve() / f"{module_name}.py"
 
 
 def _beside(file: Path) -> ModuleType:

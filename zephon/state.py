@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from zephon.errors import RestoreError
 from zephon.types import Ref, Sample, Segment
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Raised whenever the bytes below change their meaning."""
 
 HEADER = "header"
 _TAG, _SUM = 16, 4
+_NUMBER_BITS = 126  # most of a varint; deficits, the largest numbers, stay near 50
 
 
 class Position(NamedTuple):
@@ -132,7 +133,8 @@ class LaneState(NamedTuple):
         """The inverse of `encode`.
 
         Raises:
-            RestoreError: the bytes are damaged, another lane's, or belong to another header.
+            RestoreError: the bytes are damaged, another lane's, belong to another header, or are none that `encode`
+                writes.
         """
         body = raw[:-_SUM]
         if len(raw) <= _TAG + _SUM or raw[-_SUM:] != _checksum(key, body):
@@ -142,7 +144,23 @@ class LaneState(NamedTuple):
                 f"State {key!r} was not written together with the header beside it: the checkpoint mixes two saves. "
                 "Resume from a checkpoint that one save wrote."
             )
-        return LaneState._decode(_take(body[_TAG:]))
+        try:
+            state = LaneState._decode(_take(body[_TAG:]))
+            exact = state.encode(key, body[:_TAG]) == raw
+        except (
+            StopIteration,
+            RuntimeError,
+            TypeError,
+            ValueError,
+            ZeroDivisionError,
+        ):  # numbers are missing, or absurd
+            exact, state = False, None
+        if state is None or not exact:
+            raise RestoreError(
+                f"State {key!r} has a right checksum, but its numbers are not those of a lane: another program wrote "
+                "it. Resume from another checkpoint."
+            )
+        return state
 
     @staticmethod
     def _decode(numbers: Iterator[int]) -> "LaneState":
@@ -196,6 +214,8 @@ def _take(raw: bytes) -> Iterator[int]:
     for byte in raw:
         number |= (byte & 127) << shift
         shift += 7
+        if shift > _NUMBER_BITS:  # or a megabyte of 0xff is one number, which takes minutes
+            raise ValueError("a number that is too large")
         if byte < 128:
             yield number
             number = shift = 0

@@ -46,7 +46,7 @@ def values() -> dict[str, Any]:
             digests = [
                 step_digest({lane: lane_digest(mine) for lane, mine in loader.step_records().items()}) for _ in range(8)
             ]
-            state = {lane: raw[16:].hex() for lane, raw in loader.state_dict().items() if lane == "lane_00001"}
+            state = {lane: raw[16:-4].hex() for lane, raw in loader.state_dict().items() if lane == "lane_00001"}
         streams[name] = {"digests": digests, "state": state}
     return {
         "order_version": ORDER_VERSION,

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from zephon.command.explain import explain as plan_of
 from zephon.command.explain import show
+from zephon.command.named import named_code
 from zephon.command.options import Given, Saving, err
 from zephon.command.rehearse import Report, rehearse
 from zephon.command.saved import write_state
@@ -27,6 +28,7 @@ from zephon.digest import lane_digest
 from zephon.errors import UsageError, ZephonError
 from zephon.ledger import LedgerWriter, compare_ledgers, ledger_line, read_ledger
 from zephon.loader import admissible_worlds, check_topology
+from zephon.recipe import Recipe
 from zephon.run.skips import SkipWriter, read_skips
 from zephon.stream import Stream
 
@@ -37,19 +39,33 @@ def check(
     recipe: RecipePath,
     /,
     dp: int | None = None,
+    code: bool = False,
     given: Annotated[Given, tyro.conf.OmitArgPrefixes] = Given(),
     json: bool = False,
 ) -> int:
     """Validate a recipe: everything that can be known without reading all of the data.
 
-    Indexes the files, loads the tokenizer, measures the first rows of every source; prints rows, chunks and target
-    share of every source and every number of data-parallel ranks that works.
+    Says which code the recipe has run, then indexes the files, loads the tokenizer, measures the first rows of every
+    source; prints rows, chunks and target share of every source and every number of data-parallel ranks that works.
 
     Args:
         recipe: The recipe (TOML).
         dp: Also check that this many data-parallel ranks can run it.
+        code: Only say which code the recipe would have run, and run none of it. Functions and classes that a recipe
+            names can do all that you can: read a stranger's before anything else.
         json: Print one JSON object a line, and nothing else, on standard output.
     """
+    named = named_code(Recipe.load(recipe))
+    if json:
+        for one in named:
+            _print_json(one)
+    else:
+        table = Table("for", "code", "from", title="Code that this recipe has run")
+        for one in named:
+            table.add_row(*map(escape, one.values()))
+        Console().print(table)
+    if code:
+        return 0
     with given.open(recipe) as stream:
         lanes, size = stream.parts, stream.batch.global_batch_size
         if dp is not None:
