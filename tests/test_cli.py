@@ -46,8 +46,8 @@ def test_check_says_what_holds(recipe: Path) -> None:
 
 def test_check_as_json(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run(capsys, "check", recipe, "--dp", 2, "--json")
-    *code, a, b, whole = lines(out)
-    assert [one["for"] for one in code] == ["modality 'text' of 'a'", "modality 'text' of 'b'"]
+    *named, a, b, whole = lines(out)
+    assert [one["for"] for one in named] == ["modality 'text' of 'a'", "modality 'text' of 'b'"]
     assert code == 0
     assert (a["source"], a["rows"], a["share"], b["chunks"]) == ("a", 100, 0.7, 17)
     assert [one["dp"] for one in whole["ranks"]] == [1, 2, 4]  # type: ignore[attr-defined]

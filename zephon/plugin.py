@@ -60,10 +60,14 @@ def locate(name: str, folder: Path) -> str:
     own = _own(module_name, folder)
     if own.is_file():
         return str(own)
-    package = module_name.partition(".")[0]
-    spec = importlib.util.find_spec(package)  # of a package within one, only its import would tell
-    where = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
-    return where or f"not found ({package} is neither beside the recipe nor installed)"
+    package, *inner = module_name.split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return f"not found ({package} is neither beside the recipe nor installed)"
+    for folder in map(Path, spec.submodule_search_locations or ()):
+        if inner and (file := folder.joinpath(*inner).with_suffix(".py")).is_file():
+            return str(file)
+    return spec.origin or package
 
 
 def _own(module_name: str, folder: Path) -> Path:
