@@ -6,6 +6,7 @@ import decimal
 import json
 import logging
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from zephon.formats import parquet
 from zephon.formats.blobs import File
 from zephon.formats.groups import GROUPS, GroupCache
 from zephon.formats.parquet import CellBlob, ParquetReader, open_parquet
-from zephon.types import Blob
+from zephon.types import Bad, Blob
 
 
 def write(path: Path, columns: dict[str, Any] | pa.Table, group: int = 10, **options: Any) -> Path:
@@ -255,9 +256,32 @@ def test_damaged_pages_are_named_when_they_are_read(codec: str, tmp_path: Path) 
     at = pq.read_metadata(path).row_group(1).column(0).data_page_offset
     damaged(path, lambda raw: put(raw, at + 3, b"\xff" * 300))
     _, reader = opened(path)
-    assert reader.read(np.array([7])) == [{"text": "word 7"}]
-    with pytest.raises(DataError, match=r"x.parquet: row group 1 cannot be read.*damaged"):
-        reader.read(np.array([7, 2000]))
+    good, bad, other = reader.read(np.array([7, 2000, 8]))
+    assert [good, other] == [{"text": "word 7"}, {"text": "word 8"}]
+    assert isinstance(bad, Bad)
+    assert re.search(r"x.parquet: row group 1 cannot be read.*damaged", bad.reason)
+
+
+def test_a_damaged_group_costs_its_rows_and_nothing_else(tmp_path: Path) -> None:
+    """Skipped alike at every number of ranks; what is left comes in the order in which it would have come."""
+    texts = {"text": documents(400)}
+    path = write(tmp_path / "data" / "x.parquet", texts, group=20, compression="zstd", use_dictionary=False)
+    source = '[[sources]]\nname = "x"\npaths = ["data/*.parquet"]\non_error = "skip"\nmax_bad = 0.2\n'
+    recipe = write_recipe(tmp_path, sources=source)
+    at = pq.read_metadata(path).row_group(3).column(0).data_page_offset
+    damaged(path, lambda raw: put(raw, at + 3, b"\xff" * 300))
+    seen: list[Any] = []
+    with zephon.Stream.open(recipe) as stream:
+        for world in (1, 4):
+            loaders = [stream.loader(rank, world) for rank in range(world)]
+            digests, skips = [], set[str]()
+            while len(skips) < 20:
+                parts = [loader.step_records() for loader in loaders]
+                digests.append(step_digest({lane: lane_digest(mine) for part in parts for lane, mine in part.items()}))
+                skips |= {one.place for loader in loaders for one in loader.take_skipped()}
+            seen.append((digests, sorted(skips)))
+    assert seen[0] == seen[1]
+    assert seen[0][1] == sorted(f"{path}, row {row} (row group 3)" for row in range(60, 80))
 
 
 def test_checksums_of_pages_are_compared(tmp_path: Path) -> None:

@@ -109,7 +109,10 @@ def _footer(name: str, path: Path) -> _Footer:
                 "(row_group_size=1000), or remove it if it is damaged."
             )
     leaves = map(meta.schema.column, range(meta.num_columns))
-    columns = {leaf.path: f"{leaf.physical_type} {leaf.logical_type}".split(", is_from")[0] for leaf in leaves}
+    try:
+        columns = {leaf.path: f"{leaf.physical_type} {leaf.logical_type}".split(", is_from")[0] for leaf in leaves}
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: the name of a column is not UTF-8 ({error}). {_BROKEN}") from error
     digest = hashlib.sha256(raw + struct.pack("<q", file.size)).hexdigest()
     return _Footer(Shard(name, str(path), sum(rows), sum(sizes), digest, rows, sizes), file, columns)
 
@@ -152,6 +155,10 @@ def _compare(footers: Sequence[_Footer]) -> None:
                 )
 
 
+class DamagedGroupError(DataError):
+    """A row group whose bytes are not what was written: its rows are lost, those of others are not."""
+
+
 class ParquetReader:
     """Rows of the files of one source, by their number in the source. Several threads may read.
 
@@ -170,12 +177,17 @@ class ParquetReader:
         self._first_group = np.asarray([0, *accumulate(len(footer.shard.groups) for footer in footers)], np.int64)
 
     def read(self, rows: NDArray[np.int64]) -> list[Row | Bad]:
-        """The rows, in the order asked for; `Bad` in place of one with a cell that has no value."""
+        """The rows, in the order asked for; `Bad` in place of one with a cell without value, or that cannot be decoded."""
         out: list[Row | Bad] = [{}] * len(rows)
         for group, where, inside in by_part(self._first, rows):
             local: list[int] = inside.tolist()
             file, number = self._where(group)
-            table = _decoded(file, number)
+            try:
+                table = _decoded(file, number)
+            except DamagedGroupError as error:
+                for i in where.tolist():
+                    out[i] = Bad(str(error))
+                continue
             try:
                 found = _rows(table, local, file, number)
             except (ValueError, OverflowError):
@@ -327,9 +339,15 @@ def _decode(file: File, group: int, column: str | None) -> tuple[Any, int]:
             coerce_int96_timestamp_unit="us",
         )
         table = reader.read_row_group(group, columns=None if column is None else [column], use_threads=False)
-    except (pa.ArrowException, OSError, MemoryError) as error:
+    except (MemoryError, pa.ArrowMemoryError) as error:
+        raise DataError(f"{file.path}: row group {group} needs more memory than there is ({error}).") from error
+    except (pa.ArrowException, OSError, ValueError) as error:  # ours are DataErrors: these are about what was read
         what = " ".join(str(error).split())
-        raise DataError(f"{file.path}: row group {group} cannot be read ({what}). {_BROKEN}") from error
+        raise DamagedGroupError(f"{file.path}: row group {group} cannot be read ({what}). {_BROKEN}") from error
+    if table.num_rows != (promised := reader.metadata.row_group(group).num_rows):
+        raise DamagedGroupError(
+            f"{file.path}: row group {group} holds {table.num_rows} rows, not {promised}. {_BROKEN}"
+        )
     if len(set(table.column_names)) < table.num_columns:
         raise DataError(f"{file.path} has several columns of one name, of which a row can hold only one. Rename them.")
     for i, field in enumerate(table.schema):
