@@ -33,24 +33,7 @@ from benchmarks.report import write
 from recipes.demo.corpus import train_tokenizer
 from zephon import Stream
 
-WORDS = [
-    "lane",
-    "worker",
-    "record",
-    "segment",
-    "plan",
-    "chunk",
-    "ref",
-    "cut",
-    "mix",
-    "pack",
-    "shuffle",
-    "stream",
-    "epoch",
-    "order",
-    "draw",
-    "row",
-]
+WORDS = [f"word{i:x}" for i in range(0, 4000, 37)]
 SHARDS, LOOKS = 4, 40
 RECIPE = """lanes = 8
 [batch]
