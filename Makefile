@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo demo-vlm test test-all lint format bench bench-peers clean
+.PHONY: help setup demo demo-vlm demo-diloco test test-all lint format bench bench-peers experiments clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -23,6 +23,9 @@ demo: $(STAMP)  ## train, kill, resume on 1 and on 4 ranks; compare every batch 
 
 demo-vlm: $(STAMP)  ## the same with images and text in one stream, on Qwen 3.5's micro model (about 5 minutes)
 	$(BIN)/python -m recipes.demo.vlm
+
+demo-diloco: $(STAMP)  ## 4 decoupled learners, two killed, one slowed, beside data-parallel under the same faults (about 10 minutes)
+	$(BIN)/python -m recipes.diloco.demo
 
 test: $(STAMP)  ## the tests, without the slow ones (about 6 minutes on 2 cores)
 	$(BIN)/python -m pytest -n auto -m 'not slow'
@@ -46,5 +49,8 @@ bench: $(STAMP)  ## lanes, first batch, state, memory, resume; flame graph; pict
 bench-peers: $(STAMP)  ## data loaders side by side; ARGS='--text DIR --tokenizer DIR --images DIR' (about an hour)
 	$(BIN)/python -m benchmarks.peers $(ARGS)
 
+experiments: $(STAMP)  ## the published experiments repeated on CPUs, restartable; ARGS=--quick is the small form (under 2 hours)
+	$(BIN)/python -m benchmarks.experiments $(ARGS)
+
 clean:  ## remove what demo and tools left; keeps .venv
-	rm -rf demo demo-vlm build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo demo-vlm demo-diloco demo-chaos build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

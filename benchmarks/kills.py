@@ -2,8 +2,8 @@
 
     python -m benchmarks.kills [--runs 100] [--trainers 20] [--seed 1]
 
-A run is `zephon digest`, of texts or of texts and images, or TorchTitan's trainer under torchrun on 2 ranks. The kind of
-victim is drawn first, then a way to run that has one. The moment follows from what the run has done (its index cache,
+A run is `zephon digest`, of texts or of texts and images, or TorchTitan's trainer under torchrun on 2 ranks. The kind
+of victim is drawn first, then a way to run that has one. The moment follows from what the run has done (its indexes,
 lines of its ledger, the folder of its state), so no run can end before it. A worker that dies is replaced and its run
 goes on; any other death must end the run with an error that names it. Then another run goes on with another runner and
 number of ranks. Left is what outlives a run: processes, found by a mark in their environment, and the nameless memory

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from modalities.control import Sample, Writer, Written
+from modalities.encoder import EncodeError
 from modalities.options import Options
 from modalities.sequences import build, split
 from modalities.talk import BadTalkError, Talk, read_talk, strings
@@ -108,12 +109,17 @@ class Chat:
         """One sample a row.
 
         Raises:
-            BadRowError: a row has no conversation, the template refuses it, or its turns cannot be told apart.
+            BadRowError: a row has no conversation, the template refuses it, its turns cannot be told apart, or the
+                tokenizer fails on it.
         """
         found = [self._read(i, row) for i, row in enumerate(rows)]
         spoken = [one for one in found if one.talk.assistants()]
         written = [self._write(one, one.talk) for one in spoken]
-        for one, sample in zip(spoken, self._writer.encode(written), strict=True):
+        try:
+            samples = self._writer.encode(written)
+        except EncodeError as error:
+            raise BadRowError(spoken[error.text].number, f"{error}. Remove the row.") from error
+        for one, sample in zip(spoken, samples, strict=True):
             one.sample = sample
         long = [one for one in spoken if one.positions > self._seq_len]
         if self._too_long == "cut":

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from modalities.encoder import Encoder, Ints
+from modalities.encoder import EncodeError, Encoder, Ints
 from modalities.sequences import Ids
 from modalities.talk import Talk, unused_letters
 from modalities.template import RenderError, Template
@@ -80,6 +80,9 @@ class Writer:
         """Encode conversations: ids, and which of them are trained: those that share a character with a span.
 
         One call of the tokenizer for all conversations but those that spell control tokens, which need another one.
+
+        Raises:
+            EncodeError: the tokenizer fails on one of them.
         """
         out: dict[int, Sample] = {}
         plain = [i for i, one in enumerate(written) if one.private is None]
@@ -87,7 +90,10 @@ class Writer:
         for chosen in (plain, apart):
             if chosen:
                 encoder = self._tokenizer if chosen is plain else self._tokenizer.private
-                found = self._by_width([written[i] for i in chosen], encoder)
+                try:
+                    found = self._by_width([written[i] for i in chosen], encoder)
+                except EncodeError as error:
+                    raise EncodeError(chosen[error.text], error.reason) from error
                 for i, sample in zip(chosen, found, strict=True):
                     out[i] = sample or _by_place(written[i], encoder)
         return [out[i] for i in range(len(written))]

@@ -60,6 +60,19 @@ NEVER = re.compile(r"(?!)")
 """Finds nothing."""
 
 
+class EncodeError(ValueError):
+    """A library failed on a text.
+
+    Args:
+        text: number of the text among those that were to be encoded.
+        reason: what the library said.
+    """
+
+    def __init__(self, text: int, reason: str) -> None:
+        super().__init__(f"the tokenizer fails on it: {reason}")
+        self.text, self.reason = text, reason
+
+
 class Library(Protocol):
     """The library that defines the ids of one kind of tokenizer, with one tokenizer loaded."""
 
@@ -149,9 +162,13 @@ class Encoder:
 
         Returns:
             int32 [tokens], the ids of all texts one after the other, and int64 [texts + 1], where each begins.
+
+        Raises:
+            EncodeError: the library fails on a text.
         """
-        if self._fast is None:
-            return self._encode_reference(texts, special)
+        return _blaming(self._encode_reference if self._fast is None else self._encode_fast, texts, special)
+
+    def _encode_fast(self, texts: Sequence[str], special: bool) -> tuple[Ids, Ints]:
         ids, offsets = self._fast.encode_batch_flat(
             list(texts), add_special_tokens=False, split_special_tokens=not special
         )
@@ -161,8 +178,16 @@ class Encoder:
         """Fall back to the library that defines the ids if the fast one differs on any of `texts`."""
         if self._fast is None or not texts:
             return
-        fast, reference = self.encode(texts, special), self._encode_reference(texts, special)
-        if not (np.array_equal(fast[0], reference[0]) and np.array_equal(fast[1], reference[1])):
+        try:
+            reference = _blaming(self._encode_reference, texts, special)
+        except EncodeError as error:  # there are no ids to compare with
+            self.compare([*texts[: error.text], *texts[error.text + 1 :]], where, special)
+            return
+        try:
+            same = all(map(np.array_equal, self.encode(texts, special), reference))
+        except EncodeError:
+            same = False
+        if not same:
             self._fast = None
             logger.warning(
                 "fastokens and %s disagree on %s; using %s, which is exact but about %d times slower. "
@@ -178,6 +203,25 @@ class Encoder:
         offsets = np.zeros(len(parts) + 1, dtype=np.int64)
         np.cumsum([len(part) for part in parts], out=offsets[1:])
         return np.concatenate([np.empty(0, np.int32), *parts]), offsets
+
+
+def _blaming(
+    encode: Callable[[Sequence[str], bool], tuple[Ids, Ints]], texts: Sequence[str], special: bool
+) -> tuple[Ids, Ints]:
+    """Encode, and where that fails say on which text. tiktoken panics on a million blanks, which is no `Exception`."""
+    try:
+        return encode(texts, special)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        if len(texts) == 1:
+            raise EncodeError(0, str(error) or type(error).__name__) from error
+        for i, text in enumerate(texts):
+            try:
+                _blaming(encode, [text], special)
+            except EncodeError as found:
+                raise EncodeError(i, found.reason) from error
+        raise
 
 
 def _keep_to_one_thread(fast: Any) -> None:

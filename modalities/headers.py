@@ -18,6 +18,9 @@ MAX_SOURCE_PIXELS = 89_478_485
 
 MAX_SOURCE_SIDE = 65_535
 
+MAX_SOURCE_BYTES = 1024**3
+"""A larger file is refused: as many pixels of 64 bits, not compressed, take less."""
+
 _FIRST, _GROWTH = 4096, 16
 
 
@@ -75,6 +78,8 @@ def read_header(blob: Blob) -> Header:
     """What the header says; refuses what must not be decoded."""
     if not blob.size:
         raise ImageError("an empty file")
+    if blob.size > MAX_SOURCE_BYTES:
+        raise ImageError(f"a file of {blob.size:,} bytes; at most {MAX_SOURCE_BYTES:,} are read")
     prefix = Prefix(blob)
     start = prefix.start()
     read = next((read for magic, read in _READERS if magic.match(start)), None)

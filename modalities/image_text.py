@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from modalities.encoder import EncodeError
 from modalities.images import Geometry, Header, ImageError, codec_versions, expand, load, patchify, read_header
 from modalities.media import MediaError
 from modalities.options import Options
@@ -23,7 +24,7 @@ from modalities.sequences import IGNORED, Ids, build
 from modalities.spans import Picture, fit, grid_positions
 from modalities.tokenizer import TextTokenizer
 from zephon.errors import DataError, RecipeError, UsageError
-from zephon.modality import LATE, Context
+from zephon.modality import LATE, BadRowError, Context
 from zephon.types import Atom, Batch, Measured, Plan, Record, Ref, Row, Sample
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,11 @@ class ImageText:
         self._tokenizer.compare([self._tokenizer.clean(text) or text for text in texts], "the first rows of a source")
 
     def measure(self, rows: Sequence[Row]) -> Measured:
-        """One sample a row, its images sized from their headers; a row that cannot be used is a fault."""
+        """One sample a row, its images sized from their headers; a row that cannot be used is a fault.
+
+        Raises:
+            BadRowError: the tokenizer fails on a text.
+        """
         found, texts, faults = list[_Row](), list[str](), dict[int, str]()
         for number, row in enumerate(rows):
             parts, reason = self._parts(row)
@@ -141,7 +146,11 @@ class ImageText:
             for part in parts:
                 if isinstance(part, str):
                     texts.append(self._cleaned(part, one.counts))
-        ids, offsets = self._tokenizer.encode(texts)
+        try:
+            ids, offsets = self._tokenizer.encode(texts)
+        except EncodeError as error:
+            owners = [number for number, one in enumerate(found) for _ in range(one.texts)]
+            raise BadRowError(owners[error.text], f"{error}. Remove the row.") from error
         at = 0
         samples: list[tuple[Mixed | None, int, tuple[Atom, ...]]] = []
         for number, one in enumerate(found):

@@ -46,6 +46,9 @@ __all__ = [
 Pixels = NDArray[np.uint8]
 Color = tuple[int, int, int]
 
+MAX_SCANS = 100
+"""Of a JPEG; a progressive one has about 10. Each is a pass over all pixels (0.7 ns each) for as little as 33 bytes."""
+
 _RGB = 3  # torchvision's ImageReadMode
 
 
@@ -105,6 +108,10 @@ def _reason(error: Exception) -> str:
 
 def _decode_jpeg(data: bytes, header: Header, background: Color) -> Pixels:
     """Decoded, and looked at: libjpeg fills what is missing with gray, and warns where no program can see it."""
+    markers = list(segments(Prefix(Bytes(data))))
+    one_scan = data[markers[-1][1]] >= header.channels and all(marker != 0xC2 for marker, _, _ in markers)
+    if not one_scan and (scans := data.count(b"\xff\xda")) > MAX_SCANS:  # counting takes up to 2 ns a byte
+        raise ImageError(f"a JPEG of {scans:,} scans; at most {MAX_SCANS} are decoded")
     pixels = _pixels(torch.ops.image.decode_jpeg(_tensor(data), _RGB, False))
     gray = 64 if header.channels == 4 else 128  # RGB of what has no coefficients
     if (pixels[::-8, -1] == gray).all(axis=1).any() and pixels.shape[:2] == (header.height, header.width):

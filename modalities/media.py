@@ -1,4 +1,5 @@
-"""What a row says of an image, as an address of its bytes: a cell, a member of a tar file, a path, or bytes at hand."""
+"""What a row holds: of an image the address of its bytes (a cell, a member of a tar file, a path, or bytes at hand);
+text, however it is stored."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from zephon.types import Blob
 
 
 class MediaError(ValueError):
-    """A value names no image that could be read."""
+    """A value names no image that could be read, or holds no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,23 @@ def media(value: object, folder: Path) -> Blob:
     if value is None or not all(hasattr(value, name) for name in ("head", "read", "place")):
         raise MediaError(f"no image: {value!r:.40}")
     return cast(Blob, value)
+
+
+def text_of(value: object) -> str:
+    """The text that `value` holds: a string, or a binary cell or member of a tar file in UTF-8.
+
+    Raises:
+        MediaError: it is none of these.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, bytes) and not hasattr(value, "read"):
+        raise MediaError(f"must be a string, it is {value!r:.60}")
+    raw = value if isinstance(value, bytes) else cast(Blob, value).read()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise MediaError(f"is not UTF-8: byte {error.start} is 0x{raw[error.start]:02x}") from error
 
 
 def _file(path: str, folder: Path) -> Blob:

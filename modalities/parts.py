@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from modalities.media import media
+from modalities.media import MediaError, media, text_of
 from modalities.options import Options
 from zephon.types import Blob, Row
 
@@ -134,12 +134,7 @@ def _list(value: object, what: str) -> list[object]:
 
 
 def _text(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bytes) or hasattr(value, "read"):
-        raw = value if isinstance(value, bytes) else cast(Blob, value).read()
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise PartsError(f"its text is not UTF-8: byte {error.start} is 0x{raw[error.start]:02x}") from error
-    raise PartsError(f"its text must be a string, it is {value!r:.60}")
+    try:
+        return text_of(value)
+    except MediaError as error:
+        raise PartsError(f"its text {error}") from error

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from modalities.encoder import EncodeError
+from modalities.media import MediaError, text_of
 from modalities.options import Options
 from modalities.sequences import build, split
 from modalities.tokenizer import TextTokenizer
 from zephon.errors import RecipeError, nearest
-from zephon.modality import Context
+from zephon.modality import BadRowError, Context
 from zephon.types import Batch, Measured, Plan, Record, Row
 
 
@@ -51,16 +53,23 @@ class Text:
         self._tokenizer.compare(texts, "the first documents of a source")
 
     def measure(self, rows: Sequence[Row]) -> Measured:
-        """One sample a row; a row whose field is missing or no string is a fault."""
+        """One sample a row; a row whose field is missing or holds no text is a fault.
+
+        Raises:
+            BadRowError: the tokenizer fails on a text.
+        """
         texts, counts, faults = self._texts(rows)
-        ids, offsets = self._tokenizer.encode(texts)
+        try:
+            ids, offsets = self._tokenizer.encode(texts)
+        except EncodeError as error:
+            raise BadRowError(error.text, f"{error}. Remove the row.") from error
         ids, offsets = self._with_edges(ids, offsets)
         bounds = offsets.tolist()
         positions = np.maximum(np.diff(offsets) - 1, 0).tolist()
-        for i in faults:
-            positions[i] = 0
-        for i, count in enumerate(positions):
-            if not count and i not in faults:
+        for i, text in enumerate(texts):
+            if not text:
+                positions[i] = 0  # between BOS and EOS too there is nothing to learn
+            if not positions[i] and i not in faults:
                 counts.setdefault(i, []).append("empty")
         payloads = [ids[start:end] for start, end in itertools.pairwise(bounds)]
         noted = {i: tuple(names) for i, names in counts.items()}
@@ -78,8 +87,13 @@ class Text:
         texts = [text for text in found if isinstance(text, str)]
         faults: dict[int, str] = {}
         if len(texts) < len(found):
-            faults = {i: self._complaint(rows[i]) for i, text in enumerate(found) if not isinstance(text, str)}
-            texts = [text if isinstance(text, str) else "" for text in found]
+            texts = []
+            for i, value in enumerate(found):
+                try:
+                    texts.append(text_of(value))
+                except MediaError as error:
+                    texts.append("")
+                    faults[i] = self._complaint(rows[i], error)
         counts: dict[int, list[str]] = {}
         for i in [i for i, text in enumerate(texts) if not text.isascii()]:
             if (cleaned := self._tokenizer.clean(texts[i])) is not None:
@@ -89,9 +103,9 @@ class Text:
             counts.setdefault(i, []).append("special tokens in text")
         return texts, counts, faults
 
-    def _complaint(self, row: Row) -> str:
+    def _complaint(self, row: Row, error: MediaError) -> str:
         if self._field in row:
-            return f"field {self._field!r} must be a string, it is {row[self._field]!r:.40}. Mend or remove the row."
+            return f"field {self._field!r} {error}. Mend or remove the row."
         return (
             f"there is no field {self._field!r}; the row has {_some(sorted(row))}.{nearest(self._field, row)} "
             "Name the right field with text = in the recipe."

@@ -245,6 +245,7 @@ def test_pure_the_same_rows_give_the_same_samples_whoever_measures_them_in_any_g
             source = data.draw(st.integers(0, len(world.sources) - 1), label="source")
             groups = data.draw(groupings(world.sources[source].rows), label="groups")
             alone = [[row] for group in groups for row in group]
-            assert made(stream, stream.runner, source, groups) == made(stream, InlineRunner(stream.watch), source, alone)
+            inline = InlineRunner(stream.watch)
+            assert made(stream, stream.runner, source, groups) == made(stream, inline, source, alone)
 
         agrees()

@@ -165,7 +165,7 @@ class World:
     def tokens(self, text: str) -> list[int]:
         has_bos = self.tokenizer == "both" and self.bos is not False
         has_eos = self.tokenizer != "none" and self.eos is not False
-        return [BOS] * has_bos + list(clean(text).encode()) + [EOS] * has_eos
+        return [BOS] * has_bos + list(clean(text).encode()) + [EOS] * has_eos if text else []
 
     def accepts(self, text: str) -> bool:
         """Whether a document reaches the mixer."""

@@ -185,6 +185,7 @@ class Loader:
         try:
             batch = self._next_handle().result()
         except StopIteration:
+            self._skipped, self._behind = self._skipped + self._behind, []
             raise
         except BaseException as error:
             self._failed = error
@@ -306,6 +307,7 @@ class Loader:
         self._failed: BaseException | None = None
         self._sealed: deque[tuple[dict[int, LaneState], list[Skip]]] = deque()
         self._skipped: list[Skip] = []
+        self._behind: list[Skip] = []  # what a finite stream passes after its last step
         self._decided = step
         self._late = {lane: Counter[tuple[int, int]]() for lane in states}
         self._late_states: dict[int, Counter[tuple[int, int]]] = {}
@@ -359,6 +361,10 @@ class Loader:
     def _seal(self, states: dict[int, LaneState], lanes: list[Lane]) -> None:
         """Set aside the states after a step that is decided, and the bad rows that its lanes came to."""
         self._decided += 1
+        self._sealed.append((states, self._passed(lanes)))
+
+    def _passed(self, lanes: list[Lane]) -> list[Skip]:
+        """The bad rows that lanes came to since this was last asked."""
         names = [source.name for source in self._stream.sources]
         found = [
             Skip(names[source], why.place, why.reason, self._decided, lane.number)
@@ -366,7 +372,7 @@ class Loader:
         ]  # fmt: skip
         for lane in lanes:
             lane.skipped.clear()
-        self._sealed.append((states, found))
+        return found
 
     def _decide_finite(self, lane: Lane) -> Iterator[Plan]:
         """This rank's plans of one decision stream, which every rank decides whole: all end at the same step."""
@@ -377,7 +383,9 @@ class Loader:
             while len(plans) < size and (plan := lane.next_plan()) is not None:
                 plans.append(plan)
             if len(plans) < size and not (plans and self._pad_last):
-                self._stream.tell_dropped(plans)
+                self._stream.tell_end(plans, lane.state(), self._decided)
+                self._decided += 1
+                self._behind = self._passed([lane])
                 return
             self._seal({0: lane.state()}, [lane])
             yield from (plans + [self._stream.room.empty()] * (size - len(plans)))[mine]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from zephon.catalogue import ChunkTable
 from zephon.keyed import make_key, permute
 
-ORDER_VERSION = 1
+ORDER_VERSION = 2
 """Raised whenever the same recipe and data would give another order. Stored in every checkpoint."""
 
 _TABLE_CHUNKS = 65536

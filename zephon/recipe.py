@@ -142,7 +142,7 @@ class Recipe:
             raise RecipeError(f"{at} is not valid TOML: {error}.") from error
         try:
             return _recipe(values, at)
-        except (RecipeError, RuntimeError) as error:  # the latter from a home folder that nobody has
+        except (RuntimeError, ValueError, ArithmeticError) as error:  # a home folder that nobody has, numbers too large
             raise RecipeError(f"{at}: {error}") from None
 
     def with_batch(self, seq_len: int, global_batch_size: int, who: str) -> "Recipe":
@@ -284,7 +284,7 @@ def _source(values: object, number: int, finite: bool) -> SourceSpec:
 
 def _max_bad(section: Section) -> Fraction | int:
     value = section.raw("max_bad", Decimal("0.01"))
-    if isinstance(value, bool) or not isinstance(value, int | Decimal) or not 0 <= value < 2**31:
+    if isinstance(value, bool) or not isinstance(value, int | Decimal) or value != value or not 0 <= value < 2**31:
         raise RecipeError(f"{section.label('max_bad')} must be a number from 0 on, it is {show(value)}.")
     if isinstance(value, int):
         return value
@@ -293,6 +293,8 @@ def _max_bad(section: Section) -> Fraction | int:
             f"{section.label('max_bad')} = {value} is a share above 1. Use a share such as 0.01, or a whole number of "
             "rows."
         )
+    if value and value.adjusted() < -30:  # 1e-999999999 as a fraction would fill the memory
+        raise RecipeError(f"{section.label('max_bad')} must be 0 or from 1e-30 on, it is {value}.")
     return Fraction(value)
 
 

@@ -84,12 +84,17 @@ def compare_headers(saved: bytes, running: Mapping[str, Any], allow: Iterable[st
     allow = check_allowed(allow)
     try:
         old = json.loads(saved)
-        step, history = int(old["step"]), list(old.get(HISTORY, []))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        step, history = old["step"], list(old.get(HISTORY, []))
+        steps = [*(change["step"] for change in history), step]
+        if any(type(one) is not int or one < 0 for one in steps) or steps != sorted(steps):
+            raise ValueError(f"steps {steps}")
+        if type(size := old["global_batch_size"]) is not int or size < 1 or batch_sizes(history, size, step) < step:
+            raise ValueError("a batch of no sequences")
+        differing = differences(old, running)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise RestoreError(
-            "The loader's header in this checkpoint cannot be read; it is damaged or foreign."
+            "The loader's header in this checkpoint cannot be read; it is damaged or foreign. Resume from another one."
         ) from error
-    differing = differences(old, running)
     could = {key: name for key in differing for name, one in PERMISSIONS.items() if re.fullmatch(one.fields, key)}
     refused = {key: values for key, values in differing.items() if could.get(key) not in allow}
     if refused:

@@ -147,13 +147,7 @@ class LaneState(NamedTuple):
         try:
             state = LaneState._decode(_take(body[_TAG:]))
             exact = state.encode(key, body[:_TAG]) == raw
-        except (
-            StopIteration,
-            RuntimeError,
-            TypeError,
-            ValueError,
-            ZeroDivisionError,
-        ):  # numbers are missing, or absurd
+        except (StopIteration, RuntimeError, TypeError, ValueError, ZeroDivisionError):  # numbers are missing or absurd
             exact, state = False, None
         if state is None or not exact:
             raise RestoreError(

@@ -66,7 +66,9 @@ class Stream:
         try:
             self._open(recipe, recipe.batch, progress)
         except BaseException:
-            self.runner.close()  # a stream that cannot be opened leaves no process
+            self.runner.close()  # a stream that cannot be opened leaves no process, and no file open
+            for source in getattr(self, "sources", ()):
+                source.reader.close()
             raise
         self.startup_s = time.perf_counter() - started
         """Seconds that opening took: tokenizer, index, first rows."""
@@ -166,8 +168,16 @@ class Stream:
         """A fresh packer."""
         return self._packer.value(self.room, self.recipe.packing.bins)
 
-    def tell_dropped(self, plans: list[Plan]) -> None:
-        """Say which samples a training run leaves out at the end of a finite stream."""
+    def tell_end(self, plans: list[Plan], state: LaneState, steps: int) -> None:
+        """Say what a training run leaves out at the end of a finite stream, or why there was nothing in it."""
+        if not plans and not steps:
+            noted = [
+                f"{count} {what} in {known.name!r}"
+                for known, source in zip(self.lane_sources, state.sources, strict=True)
+                for what, count in zip(known.counters, source.counters, strict=True)
+                if count
+            ]
+            logger.warning("The stream ends without a single position: %s.", ", ".join(noted) or "no row in it has any")
         filler = self.room.filler
         refs = dict.fromkeys(one.sample.ref for plan in plans for one in plan if one.sample is not filler)
         if not refs:

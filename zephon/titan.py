@@ -308,6 +308,7 @@ class Trainer(TitanTrainer):
 
     def close(self) -> None:
         super().close()
+        self._skips.write(self.dataloader.loader.take_skipped())  # what a finite stream passes after its last step
         self._skips.close()
         if self._ledger:
             self._ledger.close()

@@ -186,6 +186,7 @@ def run(
             saving.after([loader], steps)
 
         report = rehearse(stream, loader, steps, after, err)
+        skips.write(loader.take_skipped())
         if saving.save and saving.save_at is None and steps is None and loader.between_steps:
             write_state([loader], saving.save)  # stopped by Ctrl-C: the last step is the one it came to
         if writer:
@@ -245,6 +246,7 @@ def digest(
             try:
                 parts = [loader.step_records() for loader in loaders]
             except StopIteration:
+                skips.write(one for loader in loaders for one in loader.take_skipped())
                 break
             skips.write(one for loader in loaders for one in loader.take_skipped())
             of_lanes = {lane: lane_digest(mine) for part in parts for lane, mine in part.items()}

@@ -73,7 +73,8 @@ class _TimedWorker(Worker):
 def explain(stream: Stream) -> StreamPlan:
     """Sample the sources and time the stages, in this process. The stream is of no other use afterwards."""
     weights = [float(spec.weight) for spec in stream.recipe.sources]
-    sources: list[SourcePlan] = []
+    means = list[float]()
+    totals = list[tuple[int, int]]()
     reading = sampled = 0.0
     for number, source in enumerate(stream.sources):
         rows = source.catalogue.rows
@@ -83,9 +84,16 @@ def explain(stream: Stream) -> StreamPlan:
         reading += time.process_time() - started
         total = sum(stream.worker.measure(number, some, some * 0).positions)
         sampled += total
-        share, tokens = weights[number] / sum(weights), round(total / len(some) * rows)
-        epochs = share * 1e9 / max(1, tokens)
-        sources.append(SourcePlan(source.name, share, rows, tokens, total / len(some), epochs))
+        means.append(total / len(some))
+        totals.append((rows, round(total / len(some) * rows)))
+    # Shares are of what the mix counts in; epochs follow from the tokens that this comes to.
+    by_tokens = [weight * (mean if stream.mix.by_samples else 1) for weight, mean in zip(weights, means, strict=True)]
+    sources = [
+        SourcePlan(
+            source.name, weight / sum(weights), *total, mean, 1e9 * part / max(1e-9, sum(by_tokens)) / max(1, total[1])
+        )
+        for source, weight, total, mean, part in zip(stream.sources, weights, totals, means, by_tokens, strict=True)
+    ]
     return StreamPlan(sources, _stages(stream, reading / max(1.0, sampled) * 1e6))
 
 

@@ -4,6 +4,7 @@ A row with an image holds where the image lies, so that rows are measured by hea
 is read whole. An address knows the state of its file: bytes of another state are refused, never given.
 """
 
+import errno
 import os
 import resource
 import threading
@@ -11,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import NamedTuple
 
 from zephon.errors import DataError
@@ -88,9 +90,11 @@ def path_blob(path: Path) -> FileBlob:
     """A whole file, in the state it is in now.
 
     Raises:
-        OSError: there is no such file.
+        OSError: there is no such file, or it is a folder or a pipe.
     """
     stat = path.stat()
+    if not S_ISREG(stat.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
     return FileBlob(File(str(path), stat.st_size, stat.st_mtime_ns), 0, stat.st_size, path.name)
 
 

@@ -19,7 +19,6 @@ import logging
 import os
 import shlex
 import shutil
-import socket
 import sys
 import threading
 import zlib
@@ -30,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 from zephon.errors import DataError, RecipeError, UsageError
 from zephon.formats.blocks import HEADER_BYTES, MAGIC, XzDecoder, padding
+from zephon.formats.shared import private_name
 
 logger = logging.getLogger(__name__)
 
@@ -249,11 +249,6 @@ class CompressedFile:
         writer = {"gzip": "bgzip", "xz": "xz -T0 --block-size=1MiB"}.get(tool)
         also = f" ({writer.split()[0]} does it as well: {tool} -dc {old} | {writer} > {new})" if writer else ""
         return f"`{tool} -dc {old} | split --line-bytes=256K --filter='{tool} -c' - > {new}`{also}"
-
-
-def private_name(at: Path) -> Path:
-    """Where to write what will be renamed to `at`: no other thread, process or machine takes this name."""
-    return at.with_name(f"{at.name}.tmp-{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}")
 
 
 class Descriptor:

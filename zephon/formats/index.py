@@ -12,15 +12,14 @@ it vanishes with its process, and where the file system has none (NFS) every ran
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import socket
 import threading
+import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,8 +30,9 @@ from numpy.typing import NDArray
 
 from zephon.catalogue import Shard
 from zephon.errors import DataError
-from zephon.formats.compressed import MEMBER_BYTES, CompressedFile, Copies, Descriptor, Piece, codec_of, private_name
+from zephon.formats.compressed import MEMBER_BYTES, CompressedFile, Copies, Descriptor, Piece, codec_of
 from zephon.formats.lines import Offsets, Rows, scan_block
+from zephon.formats.shared import alone, private_name, sweep
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ Progress = Callable[[int, int], None]
 JOINED_BYTES = 32 * 1024
 """Smaller neighbours count as one member, so that a table of members never outgrows the one of rows."""
 
-_FORMAT = 2
+_FORMAT = 3
 _BLOCK = 32 * 1024 * 1024  # bytes one thread takes at a time: 8 blocks in flight stay under 1 GiB with their masks
 _THREADS = 8
 _MAPPED_BYTES = 256 * 1024  # indexes up to this are read; 1,000 shards of one row need not keep 1,000 files open
@@ -133,10 +133,10 @@ def from_cache(
     """
     found = {name: load(name, path) for name, path in files.items()}
     if any(index is None for index in found.values()):
-        with _lock(cache / "index") as locked:
+        with alone(cache / "index") as locked:
             if locked:
-                _sweep(cache / "index")
-                _sweep(cache / "decompressed")
+                sweep(cache / "index")
+                sweep(cache / "decompressed")
             found = {name: load(name, files[name]) if index is None else index for name, index in found.items()}
             found.update(build({name: files[name] for name, index in found.items() if index is None}, locked))
     return [index for index in found.values() if index is not None]
@@ -193,13 +193,24 @@ def load_kept(
         stamp = stamp_of(path, layout)
         if {key: meta.get(key) for key in stamp} != stamp:
             return None
-        return use(stamp, meta, _offsets(at, len(head)))
+        numbers = _offsets(at, len(head))
+        if meta.pop("check") != _check(meta, [numbers]):
+            raise ValueError("its checksum does not fit")
+        return use(stamp, meta, numbers)
     except OSError:
         path.stat()  # the data file itself must be there; for an index any reason is good enough
         return None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         logger.warning("The index %s is damaged; indexing %s again.", at, path)
         return None
+
+
+def _check(about: dict[str, Any], numbers: list[Offsets]) -> int:
+    """A checksum over a whole index: rows at damaged offsets could be halves of two."""
+    check = 0
+    for array in numbers:
+        check = zlib.crc32(array.data, check)
+    return zlib.crc32(json.dumps(about).encode(), check)
 
 
 def _offsets(at: Path, start: int) -> Offsets:
@@ -353,7 +364,8 @@ def _store(stamp: Stamp, index: LineIndex, cache: Path) -> None:
 
 def keep(path: Path, cache: Path, about: dict[str, Any], numbers: list[Offsets]) -> None:
     """Keep an index of `path`: what `load_kept` gives back. Where that cannot be written the run goes on without."""
-    meta = json.dumps(about).encode()
+    numbers = [np.ascontiguousarray(array, "<u8") for array in numbers]
+    meta = json.dumps({**about, "check": _check(about, numbers)}).encode()
     meta += b" " * (-(len(meta) + 1) % 64) + b"\n"
     at = _cache_file(path, cache)
     private = private_name(at)
@@ -362,38 +374,9 @@ def keep(path: Path, cache: Path, about: dict[str, Any], numbers: list[Offsets])
         with private.open("wb") as file:
             file.write(meta)
             for array in numbers:
-                file.write(array.astype("<u8").tobytes())
+                file.write(array.data)
         private.replace(at)
     except OSError as error:
         logger.warning("Cannot keep the index of %s in %s (%s); it will be made again next time.", path, at, error)
         with contextlib.suppress(OSError):
             private.unlink()
-
-
-@contextlib.contextmanager
-def _lock(cache: Path) -> Generator[bool]:
-    """Hold the cache folder while indexing; yields whether the file system could lock it."""
-    fd, locked = -1, False
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        fd = os.open(cache, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("Another process indexes files of %s; waiting for it.", cache.parent)
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        locked = True
-    except OSError as error:
-        logger.info("No lock on %s (%s); every process indexes for itself.", cache, error)
-    try:
-        yield locked
-    finally:
-        if fd >= 0:
-            os.close(fd)
-
-
-def _sweep(cache: Path) -> None:
-    """Remove what indexers of this machine left when they were killed; nobody else writes while we hold the lock."""
-    for left in cache.glob(f"*.tmp-{socket.gethostname()}-*"):
-        with contextlib.suppress(OSError):
-            left.unlink()

@@ -2,7 +2,8 @@
 
 A row ends at LF; a CR before it, a byte-order mark at byte 0 and blank lines are harmless. A row is one JSON object. It
 means what Python's `json` says (duplicate keys: the last; NaN and Infinity allowed); orjson, twice as fast, reads what
-it can and agrees where it does. Bytes that are not UTF-8 are an error, never replaced.
+it can and agrees where it does, but for whole numbers beyond 64 bits, which it may make floats. Bytes that are not
+UTF-8 are an error, never replaced.
 
 Rows of compressed files are read from the members they lie in, of which the last used are kept, or from the file's
 decompressed copy. Several threads may read at once: a file is closed when the last of them lets go of it.
@@ -24,7 +25,7 @@ from zephon.errors import DataError
 from zephon.formats.blobs import open_files
 from zephon.formats.compressed import Codec, Descriptor, decompress
 from zephon.formats.index import LineIndex
-from zephon.formats.lines import BLANK, Offsets
+from zephon.formats.lines import BLANK, ROW_BYTES, Offsets
 from zephon.formats.parts import by_part, part_of
 from zephon.formats.steady import pread
 from zephon.types import Bad, Row
@@ -102,6 +103,7 @@ class JsonlReader:
             order = np.argsort(local, kind="stable")
             where, local = where[order], local[order]
             lo, hi = self._indexes[shard].spans(local)
+            hi = np.where(hi - lo > ROW_BYTES, lo, hi)  # nothing is read of what is too long
             runs = np.flatnonzero(np.append(True, lo[1:] - hi[:-1] > _NEAR))
             places, starts, ends = where.tolist(), lo.tolist(), hi.tolist()
             file = self._file(shard)
@@ -232,6 +234,8 @@ class Members:
 
 
 def _parse(raw: bytes) -> Row | Bad:
+    if not raw:
+        return Bad(f"the row is longer than {ROW_BYTES:,} bytes, which are the most that is read. Divide or remove it.")
     try:
         row = orjson.loads(raw)
     except orjson.JSONDecodeError:

@@ -12,6 +12,9 @@ Offsets = NDArray[np.uint64]
 BLANK = b" \t\r\n\x0b\x0c"
 """ASCII white space: a line of nothing else is no row."""
 
+ROW_BYTES = 64 * 1024 * 1024
+"""A longer row, or text of a sample, is a bad one and is not read: parsed, JSON takes up to 25 times its size."""
+
 _BOM = b"\xef\xbb\xbf"
 
 

@@ -18,7 +18,6 @@ import logging
 import os
 import re
 import tarfile
-import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -35,7 +34,7 @@ from zephon.catalogue import Shard
 from zephon.errors import DataError, RecipeError
 from zephon.formats.blobs import OPEN, File, FileBlob
 from zephon.formats.index import Meter, Progress, Stamp, from_cache, keep, load_kept, stamp_of
-from zephon.formats.lines import Offsets
+from zephon.formats.lines import ROW_BYTES, Offsets
 from zephon.formats.parts import by_part, part_of
 from zephon.types import Bad, Row
 
@@ -122,7 +121,7 @@ class TarIndex:
         picked = np.arange(int(count.sum())) + (lo - np.cumsum(count) + count).repeat(count)
         table = np.asarray(self.members[:, picked], np.int64)
         is_text = np.array([one is not None for one in self.decoders], bool)[table[2]]
-        texts = iter(self._texts(*table[:2, is_text]))
+        texts = iter(self._texts(table[0, is_text], np.where(table[1] > ROW_BYTES, 0, table[1])[is_text]))
         at, size, kind = cast(list[list[int]], table.tolist())
         members = zip(at, size, kind, strict=True)
         out: list[Row | Bad] = []
@@ -200,6 +199,9 @@ _DECODERS: dict[str, tuple[str, Callable[[bytes], object]]] = {
 
 
 def _decoded(blob: FileBlob, what: str, decode: Callable[[bytes], object], raw: bytes) -> object:
+    if blob.size > ROW_BYTES:
+        told = f"member {blob.name}, byte {blob.offset}, holds {blob.size:,} bytes"
+        return Bad(f"{told}; of a text {ROW_BYTES:,} are read at most. Divide it, or remove its sample.")
     try:
         return decode(raw)
     except (ValueError, RecursionError) as error:
@@ -216,18 +218,9 @@ def index_tars(files: dict[str, Path], cache: Path, progress: Progress | None = 
     """
 
     def load(name: str, path: Path) -> TarIndex | None:
-        def use(_: Stamp, about: dict[str, Any], numbers: Offsets) -> TarIndex:
-            if about.pop("check") != _check(about, numbers):
-                raise ValueError("its checksum does not fit")
-            return TarIndex.of(name, path, about, numbers)
-
-        return load_kept(path, cache, _LAYOUT, use)
+        return load_kept(path, cache, _LAYOUT, lambda _, about, numbers: TarIndex.of(name, path, about, numbers))
 
     return from_cache(files, cache, load, lambda missing, _: _build_all(missing, cache, progress))
-
-
-def _check(about: dict[str, Any], numbers: Offsets) -> int:
-    return zlib.crc32(json.dumps(about).encode(), zlib.crc32(numbers.data))
 
 
 def _build_all(files: dict[str, Path], cache: Path, progress: Progress | None) -> dict[str, TarIndex]:
@@ -242,7 +235,7 @@ def _build_all(files: dict[str, Path], cache: Path, progress: Progress | None) -
                 if stamp_of(path, _LAYOUT) != stamps[name]:
                     raise DataError(f"{path} was changed while it was indexed. Start again when it is complete.")
                 built[name] = TarIndex.of(name, path, about, numbers)
-                keep(path, cache, {**about, "check": _check(about, numbers)}, [numbers])
+                keep(path, cache, about, [numbers])
         except BaseException:
             meter.stopped = True
             pool.shutdown(wait=False, cancel_futures=True)

@@ -164,7 +164,8 @@ def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> 
             try:
                 batch = next(loader)
             except Exception as error:
-                group.items.append((None, None if isinstance(error, StopIteration) else failure(error), None))
+                ended = isinstance(error, StopIteration)
+                group.items.append((None, None if ended else failure(error), loader.take_skipped() if ended else None))
                 live = False
                 continue
             ends = loader.between_steps

@@ -195,7 +195,7 @@ class _Hand:
                     deaths += 1
                     code = self._child.process.wait()
                     logger.warning("Worker process %d died (exit code %d); replacing it.", self._number, code)
-                    self._replace(_died(code) if deaths > DEATHS else None)
+                    self._replace(self._died(code) if deaths > DEATHS else None)
                 continue
             with self._lock:
                 if number == HUNG:
@@ -213,8 +213,19 @@ class _Hand:
 
     def _silent(self) -> Exception:
         """It does not even say what it hangs over: the oldest open task, then."""
+        return self._watch.error(f"{self._oldest()}, in a process that gives no sign of life")
+
+    def _died(self, code: int) -> Exception:
+        return DataError(
+            f"{self._oldest()}: worker processes died {DEATHS + 1} times over the same work, last with exit code "
+            f"{code} (-9 is SIGKILL, often for want of memory). Give the machine more memory, use fewer [run] workers, or look "
+            "at those rows."
+        )
+
+    def _oldest(self) -> str:
+        """What it works on: the oldest open task."""
         name, args, _ = next(iter(self._tasks.values()), ("nothing", (), None))
-        return self._watch.error(f"{self._watch.describe(name, args)}, in a process that gives no sign of life")
+        return self._watch.describe(name, args)
 
     def _replace(self, error: Exception | None) -> None:
         """Have the open tasks done again by a new process, or give them up with an error."""
@@ -228,13 +239,6 @@ class _Hand:
         self._child = self._start()
         for again, (name, args, _) in self._tasks.items():
             self._send(again, name, args)
-
-
-def _died(code: int) -> RuntimeError:
-    return RuntimeError(
-        f"Worker processes died {DEATHS + 1} times over the same work, last with exit code {code} (-9 is SIGKILL, "
-        "often for want of memory). Give the machine more memory, or use fewer [run] workers."
-    )
 
 
 def make_runner(recipe: Recipe, watch: Watch) -> Runner:

@@ -21,6 +21,9 @@ TOLD = 10
 """Bad rows of a source that are logged one by one; then every tenfold number of them."""
 
 
+_KINDS = [str, str, str, int, int]  # of the values of a line
+
+
 class SkipWriter:
     """Appends to one skip list, which is made with its first line, and logs some.
 
@@ -74,7 +77,9 @@ def read_skips(path: Path) -> list[Skip]:
         for number, line in enumerate(raw[: raw.rfind(b"\n") + 1].splitlines(), 1):
             try:
                 one = Skip(**json.loads(line))
-            except (TypeError, ValueError) as error:
+                if [type(value) for value in one] != _KINDS:
+                    raise TypeError("a value of another kind")
+            except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{file}, line {number} is no line of a skip list.") from error
             first = found.get((one.source, one.place))
             if first is None or one.step < first.step:

@@ -122,6 +122,7 @@ class _Note:
 _READS: dict[int, str] = {}
 _WATCHES: "WeakSet[Watch]" = WeakSet()
 _THREAD: list[threading.Thread] = []
+_GUARD = threading.Lock()
 
 
 def reading(path: str) -> None:
@@ -130,17 +131,22 @@ def reading(path: str) -> None:
 
 
 def _look_after(watch: Watch) -> None:
-    if watch not in _WATCHES:
+    """Have a watch looked at from now on."""
+    if watch in _WATCHES:
+        return
+    with _GUARD:
         _WATCHES.add(watch)
-        if not _THREAD:
-            _THREAD.append(threading.Thread(target=_patrol, name="zephon-watchdog", daemon=True))
+        if not _THREAD or not _THREAD[0].is_alive():  # a fork leaves it behind
+            _THREAD[:] = [threading.Thread(target=_patrol, name="zephon-watchdog", daemon=True)]
             _THREAD[0].start()
 
 
 def _patrol() -> None:
     while True:
-        watches = list(_WATCHES)
+        with _GUARD:
+            watches = list(_WATCHES)
         for watch in watches:
             watch.look()
-        time.sleep(min([1.0, *(watch.timeout / LOOKS for watch in watches)]))
+        pause = min([1.0, *(watch.timeout / LOOKS for watch in watches)])
         del watches
+        time.sleep(pause)

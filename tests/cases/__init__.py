@@ -1,0 +1,1 @@
+"""Faults that users of other loaders reported in public, each a test of ours."""
