@@ -80,7 +80,7 @@ def _file(path: str, folder: Path) -> Blob:
         raise MediaError(f"{path:.200}: images are not fetched from the net while training; store them first")
     root = folder.resolve()
     try:
-        at = (root / path).resolve()
+        at = (root / path).resolve(strict=True)  # behind a loop of links the other form resolves nothing
         if not at.is_relative_to(root):
             raise MediaError(f"{path:.200} leads out of {root}, where this source's images lie")
         return path_blob(at)

@@ -55,15 +55,7 @@ def check(
             names can do all that you can: read a stranger's before anything else.
         json: Print one JSON object a line, and nothing else, on standard output.
     """
-    named = named_code(Recipe.load(recipe))
-    if json:
-        for one in named:
-            _print_json(one)
-    else:
-        table = Table("for", "code", "from", title="Code that this recipe has run")
-        for one in named:
-            table.add_row(*map(escape, one.values()))
-        Console().print(table)
+    _show_code(named_code(Recipe.load(recipe)), json)
     if code:
         return 0
     with given.open(recipe) as stream:
@@ -97,6 +89,16 @@ def check(
         else:
             _show_check(rows, worlds, stream)
     return 0
+
+
+def _show_code(named: list[dict[str, str]], json: bool) -> None:
+    table = Table("for", "code", "from", title="Code that this recipe has run")
+    for one in named:
+        table.add_row(*map(escape, one.values()))
+        if json:
+            _print_json(one)
+    if not json:
+        Console().print(table)
 
 
 def _show_check(rows: list[dict[str, Any]], worlds: list[dict[str, Any]], stream: Stream) -> None:

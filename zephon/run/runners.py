@@ -218,8 +218,8 @@ class _Hand:
     def _died(self, code: int) -> Exception:
         return DataError(
             f"{self._oldest()}: worker processes died {DEATHS + 1} times over the same work, last with exit code "
-            f"{code} (-9 is SIGKILL, often for want of memory). Give the machine more memory, use fewer [run] workers, or look "
-            "at those rows."
+            f"{code} (-9 is SIGKILL, often for want of memory). Give the machine more memory, use fewer [run] "
+            "workers, or look at those rows."
         )
 
     def _oldest(self) -> str:
