@@ -20,7 +20,7 @@ from worlds import tokenizer_folder
 from recipes.diloco.chaos import leftovers
 from recipes.diloco.judge import judge, plan_of
 from recipes.diloco.messages import Expel, Message, Move, write
-from recipes.diloco.processes import Processes
+from recipes.diloco.processes import Processes, whole
 from recipes.diloco.run import Run
 from recipes.diloco.settings import Settings
 from recipes.diloco.snapshot import Cut
@@ -204,3 +204,11 @@ def test_a_learner_is_a_torchtitan_job(tmp_path: Path, ranks: int) -> None:
     assert added.named <= added.dead
     if ranks == 1:
         replay(tape, changed, run.make_island)
+
+
+def test_a_learner_that_always_fails_stops_the_run_with_its_log(tmp_path: Path) -> None:
+    """Started again for ever, it would hide a wrong path in the options."""
+    run = make_run(tmp_path, options={"recipe": str(tmp_path / "nowhere.toml")})
+    with pytest.raises(RuntimeError, match=r"Learner \d failed 3 times(?s:.*)nowhere\.toml"):
+        whole(run)
+    assert not list(leftovers(run.folder))

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from recipes.diloco.client import CONNECT, Client, NotWelcomeError, RunOverError
@@ -25,6 +26,7 @@ from recipes.diloco.server import Server
 _PR_SET_PDEATHSIG = 1
 _LIMIT = 600.0  # seconds that a run may take
 _AGAIN = 0.2  # seconds between two tries to join
+_SOON, _FAILURES = 120.0, 3  # a learner that fails so soon after so many starts fails for a reason of its own
 
 
 def die_with_parent() -> None:
@@ -129,16 +131,29 @@ def _join(run: Run, number: int, port: int | None, island: Island) -> tuple[Clie
 
 
 def whole(run: Run) -> None:
-    """The whole run: learners that end before it does are started again, at most once a second."""
+    """The whole run: learners that end before it does are started again, at most once a second.
+
+    Raises:
+        RuntimeError: the syncer failed, or a learner fails whenever it is started, which another start would not mend.
+    """
     with Processes(run) as processes:
+        began, failed = dict[int, float](), Counter[int]()
         for learner in range(run.settings.learners):
             processes.start(learner)
+            began[learner] = time.monotonic()
         while processes.syncer.poll() is None:
             time.sleep(1.0)
             for learner, process in list(processes.learners.items()):
-                if process.poll():
-                    print(f"learner {learner} ended with {process.returncode}; it is started again", flush=True)
-                    processes.start(learner)
+                if not (code := process.poll()):
+                    continue
+                own_fault = code > 0 and time.monotonic() - began[learner] < _SOON
+                failed[learner] = failed[learner] + 1 if own_fault else 0
+                if failed[learner] >= _FAILURES:
+                    log = processes.log(f"learner_{learner}")[-2000:]
+                    raise RuntimeError(f"Learner {learner} failed {_FAILURES} times, soon after each start:\n{log}")
+                print(f"learner {learner} ended with {code}; it is started again", flush=True)
+                processes.start(learner)
+                began[learner] = time.monotonic()
         processes.wait()
 
 
