@@ -189,3 +189,13 @@ def test_a_session_counts_and_keeps_each_finding_once(tmp_path: Path) -> None:
     assert session.count == 4
     lines = (tmp_path / "found").read_text().splitlines()
     assert {law.Finding.parse(line).data for line in lines} == {b"\x07x", b"\x07"}
+
+
+@pytest.mark.parametrize("where", ["[[sources]]\nname = 'a'\npaths = ['a']\nodd = {}", "lanes = {}", "x = [[1, {}]]"])
+@pytest.mark.parametrize("number", ["0x" + "f" * 5000, "-0x" + "f" * 17, "9" * 20])
+def test_a_whole_number_of_a_recipe_has_64_bits(tmp_path: Path, where: str, number: str) -> None:
+    """Larger ones were taken where no limit was set; nothing could show them, or write them to a header."""
+    path = tmp_path / "recipe.toml"
+    path.write_text(where.format(number))
+    with pytest.raises(RecipeError, match=r"recipe\.toml is not valid TOML"):
+        Recipe.load(path)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from zephon.errors import RecipeError
 from zephon.run.budget import MEMORY
@@ -132,13 +132,10 @@ class Recipe:
         try:
             text = at.read_bytes().decode("utf-8-sig")
             values = tomllib.loads(text.replace("\r\n", "\n"), parse_float=Decimal)
+            _check_integers(values)
         except OSError as error:
             raise RecipeError(f"Cannot read the recipe {at}: {error.strerror}.") from error
-        except (
-            ValueError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:  # not TOML, not UTF-8, numbers of thousands of digits
+        except (ValueError, ArithmeticError, RecursionError) as error:  # not TOML, not UTF-8, numbers too large
             raise RecipeError(f"{at} is not valid TOML: {error}.") from error
         try:
             return _recipe(values, at)
@@ -168,6 +165,17 @@ class Recipe:
                 "another vocabulary. Make them agree, or leave [tokenizer] out of the recipe."
             )
         return self
+
+
+def _check_integers(value: object) -> None:
+    """TOML's integers have 64 bits; Python reads larger ones, and cannot even show those of thousands of digits."""
+    if isinstance(value, dict):
+        value = list(cast(dict[str, object], value).values())
+    if isinstance(value, list):
+        for one in cast(list[object], value):
+            _check_integers(one)
+    elif isinstance(value, int) and value.bit_length() > 63:
+        raise ValueError(f"a whole number of {value.bit_length()} bits; 63 and a sign are allowed")
 
 
 def _recipe(values: dict[str, Any], path: Path) -> Recipe:
