@@ -80,13 +80,14 @@ def main() -> None:
             stages = {name: stage(work, name, chance) for name in ("text", "mixed", *["trainer"] * (args.trainers > 0))}
         with Progress(*columns, console=console) as bars:
             task = bars.add_task("", total=args.runs)
-            for number, (victim, target) in enumerate(plan(args, chance)):
-                bars.update(task, description=f"{victim.name}, {target}")
-                name = "trainer" if victim in TRAINERS else ("text", "mixed")[number % 2]
-                rows.append(one_run(stages[name], work / f"run-{number:04d}", victim, target))
-                if rows[-1]["faults"]:
-                    bars.console.print(f"run {number}: {rows[-1]}", markup=False)
-                bars.advance(task)
+            with contextlib.suppress(KeyboardInterrupt):  # what has been seen so far counts
+                for number, (victim, target) in enumerate(plan(args, chance)):
+                    bars.update(task, description=f"{victim.name}, {target}")
+                    name = "trainer" if victim in TRAINERS else ("text", "mixed")[number % 2]
+                    rows.append(one_run(stages[name], work / f"run-{number:04d}", victim, target))
+                    if rows[-1]["faults"]:
+                        bars.console.print(f"run {number}: {rows[-1]}", markup=False)
+                    bars.advance(task)
     finally:
         ended(work)
     lines = summary(rows)
