@@ -45,6 +45,8 @@ paths = ["b/*.jsonl"]
 filter = "hangs:hangs"
 """
 
+pytestmark = pytest.mark.slow  # real hangs, with timeouts of a second, which a busy machine can miss
+
 VARIANTS = ["inline 1", "threads 2", "process 2", "inline 1 isolate", "threads 1 isolate", "process 1 isolate"]
 
 
