@@ -72,6 +72,9 @@ class Text:
             if not positions[i] and i not in faults:
                 counts.setdefault(i, []).append("empty")
         payloads = [ids[start:end] for start, end in itertools.pairwise(bounds)]
+        for i, text in enumerate(texts):
+            if not text:
+                payloads[i] = ids[:0]
         noted = {i: tuple(names) for i, names in counts.items()}
         return Measured(range(len(texts)), positions, payloads, noted, faults=faults)
 
