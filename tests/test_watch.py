@@ -10,11 +10,13 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from small import write_recipe
 
 from zephon import DataError, RecipeError, Stream
 from zephon.digest import lane_digest
+from zephon.run.child import Child
 from zephon.run.isolate import IsolatedLoader
 from zephon.run.runners import ProcessRunner
 from zephon.run.watch import Watch
@@ -44,8 +46,6 @@ name = "b"
 paths = ["b/*.jsonl"]
 filter = "hangs:hangs"
 """
-
-pytestmark = pytest.mark.slow  # real hangs, with timeouts of a second, which a busy machine can miss
 
 VARIANTS = ["inline 1", "threads 2", "process 2", "inline 1 isolate", "threads 1 isolate", "process 1 isolate"]
 
@@ -118,6 +118,53 @@ def test_a_worker_that_is_stopped_is_replaced_and_nothing_changes(
         while caplog.text.count("no sign of life") < 2 or len(found) < 30:
             found.append({lane: lane_digest(mine) for lane, mine in loader.step_records().items()})
     assert found == deliver(with_run(path, "inline 1"), len(found))
+
+
+def test_a_worker_that_is_found_to_hang_while_its_runner_closes_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new process would never hear that the runner has closed, and closing would wait for it for ever."""
+    closing, close = threading.Event(), Child.close
+
+    def receive(self: Child) -> None:
+        closing.wait()
+        raise TimeoutError
+
+    def told(self: Child) -> None:
+        closing.set()
+        close(self)
+
+    monkeypatch.setattr(Child, "receive", receive)
+    monkeypatch.setattr(Child, "close", told)
+    with Stream.open(with_run(write_recipe(tmp_path), "process 1")) as stream:
+        assert isinstance(stream.runner, ProcessRunner)
+        (hand,) = stream.runner._crew
+        closer = threading.Thread(target=stream.runner.close, daemon=True)
+        closer.start()
+        closer.join(20)
+        assert not closer.is_alive()
+        assert hand._child.process.poll() is not None
+
+
+def test_a_stopped_worker_is_replaced_although_its_link_is_full(tmp_path: Path) -> None:
+    """Who sends holds the lock and waits for the worker to read; the watchdog must not wait for that lock."""
+    with Stream.open(with_run(write_recipe(tmp_path), "process 1")) as stream:
+        assert isinstance(stream.runner, ProcessRunner)
+        (hand,) = stream.runner._crew
+        rows = np.arange(3)
+        assert stream.runner.submit(stream.worker.measure, 0, rows, rows * 0).result(60)
+        hand._child.process.send_signal(signal.SIGSTOP)
+        found: list[BaseException | None] = []
+        much = [2**40 + i for i in range(300_000)]  # a megabyte of pickle, and no rows: an error, if it is read at all
+        sender = threading.Thread(
+            target=lambda: found.append(stream.runner.submit(stream.worker.measure, 0, much, much).exception(60)),
+            daemon=True,
+        )
+        sender.start()
+        sender.join(60)
+        assert found
+        assert isinstance(found[0], RuntimeError)
+        assert stream.runner.submit(stream.worker.measure, 0, rows, rows * 0).result(60)
 
 
 def test_an_isolated_loader_that_is_stopped_ends_the_run(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class Stream:
                 rows = source.reader.read(np.array([i for i in first.tolist() if i not in bad], np.int64))
                 source.modality.probe([row for row in rows if not isinstance(row, Bad)])
         self.worker = Worker(self.sources)
-        self.watch.describe = self.worker.describe
+        self.watch.name_task = self.worker.describe
         self.builder: Runner = InlineRunner(self.watch) if self.worker.builder.cheap_materialise else self.runner
         self.room = _room(recipe.packing, batch.seq_len, self.worker.builder)
         self._packer = _packer(recipe.packing, recipe.path.parent)

@@ -70,10 +70,14 @@ class Child:
     def close(self) -> None:
         """Hang up and wait; a child that does not end is killed."""
         hang_up(self.link)
+        self.ended()
+
+    def ended(self) -> int:
+        """The exit code of a child whose link is closed; one that does not end is killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_PATIENCE)
-            return
+            return self.process.wait(_PATIENCE)
         self.kill()
+        return self.process.wait()
 
     def kill(self) -> None:
         """End it at once."""

@@ -189,21 +189,25 @@ class _Hand:
             except TimeoutError:
                 number, good, value = HUNG, False, None
             except (EOFError, OSError):
+                code = self._child.ended()
                 with self._lock:
                     if self._closing:
                         return
                     deaths += 1
-                    code = self._child.process.wait()
                     logger.warning("Worker process %d died (exit code %d); replacing it.", self._number, code)
                     self._replace(self._died(code) if deaths > DEATHS else None)
                 continue
-            with self._lock:
-                if number == HUNG:
+            if number == HUNG:
+                self._child.kill()  # without the lock: who sends to it may wait, holding that, for it to read
+                with self._lock:
+                    if self._closing:
+                        return
                     hangs += 1
                     error = value or self._silent()
                     logger.warning("Worker process %d hangs; replacing it. %s", self._number, error)
                     self._replace(error if hangs > HANGS else None)
-                    continue
+                continue
+            with self._lock:
                 future = self._tasks.pop(number)[2]
             deaths = hangs = 0
             if good:
@@ -229,7 +233,6 @@ class _Hand:
 
     def _replace(self, error: Exception | None) -> None:
         """Have the open tasks done again by a new process, or give them up with an error."""
-        self._child.kill()
         if error:
             self._lost = error
             for _, _, future in self._tasks.values():

@@ -38,7 +38,7 @@ class Watch:
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
-        self.describe: Callable[[str, tuple[Any, ...]], str] = lambda name, _: name
+        self.name_task: Callable[[str, tuple[Any, ...]], str] = lambda name, _: name
         """Says what a task is, by the name of its work and its arguments."""
         self.told: Callable[[DataError], None] | None = None
         """In a process that another one watches: is told what has to be given up."""
@@ -86,6 +86,13 @@ class Watch:
                 elif age >= self.timeout / 3 and not note.warned:
                     note.warned = True
                     logger.warning("%s: %.0f s so far, of %g.", self._what(thread, note), age, self.timeout)
+
+    def describe(self, work: str, args: tuple[Any, ...]) -> str:
+        """What a task is; never an error, which would end the thread that asks."""
+        try:
+            return self.name_task(work, args)
+        except Exception as error:
+            return f"{work} ({error!r} when asked of what)"
 
     def error(self, what: str) -> DataError:
         """What is raised about a task that was given up."""
