@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.corpus import RECIPE
+from benchmarks.corpus import IMAGES, TEXT
 from benchmarks.leftovers import MARK, children, files_below
 from benchmarks.report import about
 from zephon import Stream
@@ -135,30 +135,6 @@ class Job:
             return self.process.wait(seconds)
 
 
-MIXED = """seed = 7
-lanes = 8
-[batch]
-seq_len = 256
-global_batch_size = 16
-[tokenizer]
-path = "tokenizer"
-[[sources]]
-name = "docs"
-paths = ["docs/*.jsonl"]
-[[sources]]
-name = "pairs"
-paths = ["pairs/*.tar"]
-modality = "image_text"
-preset = "qwen3_5"
-min_pixels = 4096
-max_pixels = 36864
-[mix]
-piece = "sequence"
-[packing]
-algorithm = "best_fit"
-[packing.budgets]
-patches = 512
-"""
 SHAPES = {"text": (2048, 16, 20, 160, 0.04), "mixed": (256, 16, 20, 160, 0.04), "trainer": (64, 8, 3, 8, 0.1)}
 """Of each stage: seq_len, global batch, step of the save, last step, seconds that a save takes."""
 
@@ -167,7 +143,7 @@ def stage(work: Path, name: str, chance: random.Random) -> Stage:
     """Take a stream further than any run that is killed comes, undisturbed and in this process."""
     seq_len, size, save_at, steps, saving = SHAPES[name]
     recipe, cache, whole, state = work / f"{name}.toml", work / f"cache-{name}", Steps(), dict[str, bytes]()
-    text = MIXED if name == "mixed" else RECIPE.format(lanes=8, size=size).replace("= 2048", f"= {seq_len}")
+    text = (IMAGES if name == "mixed" else TEXT).format(lanes=8, seq_len=seq_len, size=size)
     text = text.replace('path = "', f'path = "{work}/corpus/').replace('["', f'["{work}/corpus/')
     recipe.write_text(f'{text}[run]\ncache = "{cache}"\n')
     with Stream.open(recipe) as stream:

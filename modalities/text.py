@@ -66,15 +66,12 @@ class Text:
         ids, offsets = self._with_edges(ids, offsets)
         bounds = offsets.tolist()
         positions = np.maximum(np.diff(offsets) - 1, 0).tolist()
-        for i, text in enumerate(texts):
-            if not text:
-                positions[i] = 0  # between BOS and EOS too there is nothing to learn
-            if not positions[i] and i not in faults:
-                counts.setdefault(i, []).append("empty")
         payloads = [ids[start:end] for start, end in itertools.pairwise(bounds)]
         for i, text in enumerate(texts):
-            if not text:
-                payloads[i] = ids[:0]
+            if not text:  # between BOS and EOS too there is nothing to learn
+                positions[i], payloads[i] = 0, ids[:0]
+            if not positions[i] and i not in faults:
+                counts.setdefault(i, []).append("empty")
         noted = {i: tuple(names) for i, names in counts.items()}
         return Measured(range(len(texts)), positions, payloads, noted, faults=faults)
 

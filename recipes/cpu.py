@@ -56,7 +56,7 @@ def stub_fla() -> bool:
         return False
 
     def missing(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError("This layer needs the GPU kernels of fla-core, which is not installed.")
+        raise RuntimeError("This layer needs the GPU kernels of fla-core, which is not installed.")
 
     names = {
         "fla.modules.conv.triton.ops": ("CausalConv1dFunction",),
@@ -117,7 +117,7 @@ def _dense_attention(
     from torch.nn.attention.flex_attention import create_mask
 
     if score_mod is not None or (return_aux and return_aux.lse):
-        raise NotImplementedError("The dense CPU attention knows block masks only: no score_mod, no log-sum-exp.")
+        raise ValueError("The dense CPU attention knows block masks only: no score_mod, no log-sum-exp.")
     mask = getattr(block_mask, "_dense", None)
     if mask is None:  # one mask serves all layers of a step
         batch, sizes = block_mask.kv_num_blocks.shape[0], (query.shape[2], key.shape[2])

@@ -80,3 +80,12 @@ def write_recipe(
         f'[shuffle]\nwindow = 16\n{tail}\n[run]\ncache = "cache"\n'
     )
     return path
+
+
+def with_run(path: Path, variant: str, more: str = "") -> Path:
+    """A copy of a recipe that runs as `variant` says, "process 2 isolate" say, with `more` lines under `[run]`."""
+    runner, workers, *isolate = variant.split()
+    run = f'[run]\nrunner = "{runner}"\nworkers = {workers}\nisolate = {"true" if isolate else "false"}\n{more}'
+    copy = path.with_name(variant.replace(" ", "-") + ".toml")
+    copy.write_text(path.read_text().replace("[run]", run))
+    return copy

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small import write_recipe
+from small import with_run, write_recipe
 
 from zephon import DataError, Loader, Stream
 from zephon.command.rehearse import process_tree
@@ -22,15 +22,6 @@ from zephon.run.runners import ProcessRunner
 
 STEPS = 12
 VARIANTS = ["inline 1", "threads 1", "threads 3", "process 1", "process 2", "inline 1 isolate", "threads 2 isolate"]
-
-
-def with_run(path: Path, variant: str) -> Path:
-    """A copy of a recipe that runs as `variant` says."""
-    runner, workers, *isolate = variant.split()
-    run = f'[run]\nrunner = "{runner}"\nworkers = {workers}\nisolate = {"true" if isolate else "false"}'
-    copy = path.with_name(variant.replace(" ", "-") + ".toml")
-    copy.write_text(path.read_text().replace("[run]", run))
-    return copy
 
 
 def step(loaders: list[Loader]) -> str:
@@ -228,3 +219,13 @@ def test_an_isolated_loader_that_failed_says_so_again(recipe: Path) -> None:
             with pytest.raises(DataError, match=says):
                 for _ in range(1000):
                     next(loader)
+
+
+def test_a_link_that_another_thread_has_hung_up_has_ended() -> None:
+    """The reader of a worker may be between two messages when its runner closes."""
+    ours, theirs = socket.socketpair()
+    wire.send(theirs, "a message")
+    wire.hang_up(ours)
+    with pytest.raises(EOFError):
+        wire.wait(ours, 1.0)
+    theirs.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small
 from small import write_recipe
 
 from zephon import DataError, RecipeError, Stream
@@ -51,11 +52,7 @@ VARIANTS = ["inline 1", "threads 2", "process 2", "inline 1 isolate", "threads 1
 
 
 def with_run(path: Path, variant: str, timeout: int = 1) -> Path:
-    runner, workers, *isolate = variant.split()
-    run = f'[run]\nrunner = "{runner}"\nworkers = {workers}\nisolate = {"true" if isolate else "false"}'
-    copy = path.with_name(variant.replace(" ", "-") + ".toml")
-    copy.write_text(path.read_text().replace("[run]", f"{run}\ntimeout = {timeout}"))
-    return copy
+    return small.with_run(path, variant, f"timeout = {timeout}")
 
 
 @pytest.fixture

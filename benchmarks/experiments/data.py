@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.corpus import IMAGES
 from recipes.demo.corpus import SHARDS, build
 from recipes.demo.pictures import MARKS, build_pairs
 from zephon.keyed import make_key, permute
@@ -19,52 +20,6 @@ from zephon.keyed import make_key, permute
 WEIGHTS = {"docs": 0.7, "code": 0.3}
 HELD_OUT = 4
 """Of so many documents of each source one is kept back for evaluation."""
-
-TEXT = """seed = 7
-lanes = {lanes}
-[batch]
-seq_len = {seq_len}
-global_batch_size = {size}
-[tokenizer]
-path = "tokenizer"
-[[sources]]
-name = "docs"
-paths = ["docs/*.jsonl"]
-weight = 0.7
-[[sources]]
-name = "code"
-paths = ["code/*.jsonl"]
-weight = 0.3
-"""
-
-IMAGES = """seed = 7
-lanes = {lanes}
-[batch]
-seq_len = {seq_len}
-global_batch_size = {size}
-[tokenizer]
-path = "tokenizer"
-[[sources]]
-name = "docs"
-paths = ["docs/*.jsonl"]
-weight = 0.5
-[[sources]]
-name = "pairs"
-paths = ["pairs/*.tar"]
-modality = "image_text"
-preset = "qwen3_5"
-min_pixels = 4096    # the smallest images are 4 tokens,
-max_pixels = 36864   # the largest 36
-weight = 0.5
-[mix]
-piece = "sequence"
-[packing]
-algorithm = "best_fit"
-bins = 16
-[packing.budgets]
-patches = 512
-images = 8
-"""
 
 
 def recipe(folder: Path, template: str, lanes: int, seq_len: int, size: int) -> Path:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.corpus import TEXT
 from benchmarks.experiments import data, jobs
 from benchmarks.experiments.evaluate import evaluate
 from benchmarks.experiments.spread import Array, spread
@@ -74,7 +75,7 @@ class Run:
 def measure(out: Path, sizes: Sizes) -> dict[str, Any]:
     """Train and score everything that is not there yet; returns what it means."""
     corpus = data.order(out / "corpus", sizes.megabytes)
-    work = Work(out, corpus, data.recipe(corpus, data.TEXT, LANES, SEQ_LEN, BATCH), sizes)
+    work = Work(out, corpus, data.recipe(corpus, TEXT, LANES, SEQ_LEN, BATCH), sizes)
     runs = planned(sizes)
     work.together([work.seed(seed) for seed in sizes.seeds])
     work.together([work.run(run) for run in runs if run.ranks == (1,)])

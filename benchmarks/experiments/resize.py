@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.corpus import IMAGES, TEXT
 from benchmarks.elastic import Args, run_ranks
 from benchmarks.experiments import data, jobs
 from benchmarks.peers import venvs
@@ -51,7 +52,7 @@ class Sizes:
 
 QUICK = Sizes(4, 2, (1, 4), 6, 9, 2, (1,), 4, 8, 0.5, 64, ("images",))
 FULL = Sizes(64, 16, (8, 32, 64), 150, 200, 4, (1, 2, 8), 30, 40, 8.0, 960)
-TITAN = {"text": (data.TEXT, 128, 16, 2), "images": (data.IMAGES, 256, 8, 1)}
+TITAN = {"text": (TEXT, 128, 16, 2), "images": (IMAGES, 256, 8, 1)}
 """Of training jobs: recipe, sequence length, global batch, and a local batch that suits every number of ranks."""
 
 
@@ -59,7 +60,7 @@ def measure(out: Path, sizes: Sizes, peers: bool) -> dict[str, Any]:
     """Run everything that is not there yet; returns a row a run, and the verdicts."""
     corpus = data.wide(out / "corpus", sizes.megabytes, sizes.pictures)
     rows: list[dict[str, Any]] = []
-    for kind, template in (("text", data.TEXT), ("images", data.IMAGES)):
+    for kind, template in (("text", TEXT), ("images", IMAGES)):
         recipe = data.recipe(corpus, template, sizes.lanes, sizes.seq_len, sizes.lanes)
         rows += jobs.once(out / "results" / f"loaders-{kind}.json", partial(loaders, out, sizes, recipe, kind))["rows"]
     for kind in sizes.titan_kinds:

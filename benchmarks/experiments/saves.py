@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.corpus import IMAGES, TEXT
 from benchmarks.experiments import data, jobs
 from benchmarks.peers import venvs
 from benchmarks.peers.__main__ import convert
@@ -56,7 +57,7 @@ def measure(out: Path, sizes: Sizes, peers: bool) -> dict[str, Any]:
     corpus = data.wide(out / "corpus", sizes.megabytes, sizes.pictures)
     rows: list[dict[str, Any]] = []
     for kind, template, every, steps in (
-        ("text", data.TEXT, sizes.lanes, sizes.steps), ("images", data.IMAGES, sizes.image_lanes, sizes.image_steps),
+        ("text", TEXT, sizes.lanes, sizes.steps), ("images", IMAGES, sizes.image_lanes, sizes.image_steps),
     ):  # fmt: skip
         for lanes in every:
             recipe = data.recipe(corpus, template, lanes, SEQ_LEN, max(BATCH, lanes))

@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.corpus import IMAGES, TEXT
 from benchmarks.experiments import data, jobs
 from benchmarks.experiments.saves import places
 from benchmarks.peers.__main__ import convert, in_process
 from benchmarks.peers.common import Work
 from benchmarks.peers.sides import Side
 
-TRAINED = {"text": (data.TEXT, 256, 8, 8), "images": (data.IMAGES, 256, 8, 2)}
+TRAINED = {"text": (TEXT, 256, 8, 8), "images": (IMAGES, 256, 8, 2)}
 """Recipe, sequence length, global and local batch."""
 
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.diloco.feed import Feed, open_stream
+from recipes.diloco.feed import Fed, Feed, open_stream
 from recipes.diloco.fragments import Plan, Tensor, Vector
 from zephon.keyed import make_key, permute
 
 _DECAY = np.float32(0.9)
 
 
-class Bigram:
+class Bigram(Fed):
     """Predicts the next token from the last: `softmax((embed[x] + shift) @ head + bias)`.
 
     Args:
@@ -34,20 +34,11 @@ class Bigram:
         self._velocity = {name: np.zeros_like(value) for name, value in self.values.items()}
         self.book: Callable[[dict[int, str]], None] = lambda digests: None
 
-    def first_lanes(self) -> dict[int, bytes]:
-        return self.feed.first_lanes()
-
     def read(self, plan: Plan) -> list[Vector]:
         return plan.gather(self.values)
 
     def write(self, plan: Plan, fragment: int, value: Vector) -> None:
         self.values |= {name: one.copy() for name, one in plan.scatter(fragment, value).items()}
-
-    def own(self, lanes: dict[int, bytes]) -> None:
-        self.feed.own(lanes)
-
-    def lanes(self) -> dict[int, bytes]:
-        return self.feed.lanes()
 
     def step(self, clock: int) -> int:
         assert self.feed.loader is not None, "a learner without lanes does not step"

@@ -1,10 +1,11 @@
-"""A learner as a process: a training loop, and two threads that talk so that it never waits for the network."""
+"""A learner's training loop, and its connection to the syncer."""
 
 import json
 import queue
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,26 +33,24 @@ class RunOverError(RuntimeError):
     """The run had ended before this learner came."""
 
 
-class Client:
-    """One learner's end of the connection.
+class Client(ABC):
+    """One learner's side of a run: joins, trains, and passes on what is said; how it travels is a subclass's affair.
 
     Args:
         run: the run.
         number: which learner.
-        port: where the syncer listens; read from the run's folder where left out.
     """
 
-    def __init__(self, run: Run, number: int, port: int | None = None) -> None:
+    def __init__(self, run: Run, number: int) -> None:
         self.run, self.number = run, number
         self.learner: Learner | None = None
-        self._link = _connect(lambda: port or int((run.folder / "port").read_text()), run.over)
         self._lock, self._news = threading.Lock(), threading.Condition()
-        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._came: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # until there is a learner
         self._closed = False
-        self._writer = threading.Thread(target=self._write, daemon=True)
-        self._writer.start()
-        threading.Thread(target=self._read, daemon=True).start()
+
+    @abstractmethod
+    def send(self, message: Message) -> None:
+        """Have a message sent; returns at once."""
 
     def join(self, island: Island) -> Learner:
         """Say hello, and start from what the syncer says.
@@ -118,8 +117,32 @@ class Client:
         with self._lock:
             self.send(learner.stepped(values, tokens, lanes))
 
+    def _receive(self, message: Message | None) -> None:
+        if self.learner is None:
+            self._came.put(message)
+        elif message is not None:
+            for said in self.learner.receive(message):
+                self.send(said)
+
+
+class SocketClient(Client):
+    """A client on a socket, with two threads that talk, so that training never waits for the network.
+
+    Args:
+        run: the run.
+        number: which learner.
+        port: where the syncer listens; read from the run's folder where left out.
+    """
+
+    def __init__(self, run: Run, number: int, port: int | None = None) -> None:
+        super().__init__(run, number)
+        self._link = _connect(lambda: port or int((run.folder / "port").read_text()), run.over)
+        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._writer.start()
+        threading.Thread(target=self._read, daemon=True).start()
+
     def send(self, message: Message) -> None:
-        """Have a message sent; returns at once."""
         self._out.put(write(message))
 
     def close(self) -> None:
@@ -150,13 +173,6 @@ class Client:
         self._came.put(None)
         with self._news:
             self._news.notify_all()
-
-    def _receive(self, message: Message | None) -> None:
-        if self.learner is None:
-            self._came.put(message)
-        elif message is not None:
-            for said in self.learner.receive(message):
-                self.send(said)
 
 
 class Book:

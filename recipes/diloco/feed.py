@@ -60,3 +60,21 @@ class Feed:
     def _state(self) -> dict[str, bytes]:
         state = self.loader.state_dict() if self.loader else {}
         return {key: value for key, value in state.items() if key != HEADER}
+
+
+class Fed:
+    """What every island on a feed does with lanes."""
+
+    feed: Feed
+
+    def first_lanes(self) -> dict[int, bytes]:
+        """The state of every lane of the run before its first step."""
+        return self.feed.first_lanes()
+
+    def own(self, lanes: dict[int, bytes]) -> None:
+        """Own exactly these lanes, each from its state."""
+        self.feed.own(lanes)
+
+    def lanes(self) -> dict[int, bytes]:
+        """The state of every lane, after the last whole step."""
+        return self.feed.lanes()

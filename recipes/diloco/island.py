@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from recipes.diloco.feed import Feed
+from recipes.diloco.feed import Fed, Feed
 from recipes.diloco.fragments import Plan, Tensor, Vector
 from zephon import Stream
 
@@ -13,7 +13,7 @@ Schedule = Callable[[int], float]
 """Learning rate of a step, by the learner's clock."""
 
 
-class TorchIsland:
+class TorchIsland(Fed):
     """A model on one device.
 
     Args:
@@ -37,9 +37,6 @@ class TorchIsland:
         self.parameters = dict(model.named_parameters())
         self.tensors: Sequence[Tensor] = [Tensor(name, tuple(one.shape)) for name, one in self.parameters.items()]
 
-    def first_lanes(self) -> dict[int, bytes]:
-        return self.feed.first_lanes()
-
     def read(self, plan: Plan) -> list[Vector]:
         return plan.gather({name: one.detach().numpy() for name, one in self.parameters.items()})
 
@@ -47,12 +44,6 @@ class TorchIsland:
     def write(self, plan: Plan, fragment: int, value: Vector) -> None:
         for name, tensor in plan.scatter(fragment, value).items():
             self.parameters[name].copy_(torch.from_numpy(tensor.copy()))  # pyright: ignore[reportUnknownMemberType]
-
-    def own(self, lanes: dict[int, bytes]) -> None:
-        self.feed.own(lanes)
-
-    def lanes(self) -> dict[int, bytes]:
-        return self.feed.lanes()
 
     def step(self, clock: int) -> int:
         assert self.feed.loader is not None, "a learner without lanes does not step"

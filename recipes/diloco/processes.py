@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from recipes.diloco.client import CONNECT, Client, NotWelcomeError, RunOverError
+from recipes.diloco.client import CONNECT, NotWelcomeError, RunOverError, SocketClient
 from recipes.diloco.learner import Island, Learner
 from recipes.diloco.ranks import follow, lead_out
 from recipes.diloco.run import Run
@@ -116,11 +116,11 @@ def learn(run: Run, number: int, port: int | None) -> None:
     lead_out(island)
 
 
-def _join(run: Run, number: int, port: int | None, island: Island) -> tuple[Client, Learner]:
+def _join(run: Run, number: int, port: int | None, island: Island) -> tuple[SocketClient, Learner]:
     """Join, trying again for as long as a syncer may take to come up."""
     give_up = time.monotonic() + CONNECT
     while True:
-        client = Client(run, number, port)
+        client = SocketClient(run, number, port)
         try:
             return client, client.join(island)
         except NotWelcomeError:

@@ -41,10 +41,8 @@ class Talk(Client):
     """
 
     def __init__(self, run: Run, number: int) -> None:
-        self.run, self.number, self.learner = run, number, None
+        super().__init__(run, number)
         self.said: queue.SimpleQueue[Message | Exception | None] = queue.SimpleQueue()
-        self._lock, self._news = threading.Lock(), threading.Condition()
-        self._came, self._closed = queue.SimpleQueue[Message | None](), False
         self._early: dict[int, Message] = {}
         self._next = 0
 

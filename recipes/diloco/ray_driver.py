@@ -30,14 +30,11 @@ import ray
 import tyro
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from recipes.diloco.fragments import Tensor, make_plan
-from recipes.diloco.lanes import Lanes, divide
-from recipes.diloco.learner import unpack
+from recipes.diloco.keep import Keeper, now
 from recipes.diloco.messages import Describe, Description, Hello, Message, Part
 from recipes.diloco.outer import GlobalModel
 from recipes.diloco.ray_actors import LearnerActor, Ref, ShardedModel, join, split, start_shards
 from recipes.diloco.run import Run
-from recipes.diloco.snapshot import Cut
 from recipes.diloco.syncer import Out, Syncer
 from recipes.diloco.tape import TapeWriter
 
@@ -77,12 +74,12 @@ class Driver:
         }
         self.shards = start_shards(len(self.learners))
         self._tape = TapeWriter(run.folder / "tape.jsonl")
+        self._keeper = Keeper(run, self._tape, lambda model: cast(GlobalModel, ShardedModel(model, self.shards)))
         self._lives: Counter[int] = Counter()
         self._lines: dict[int, Line] = {}
         self._again: dict[int, float] = dict.fromkeys(self.learners, 0.0)
         self._calls: dict[Ref, tuple[int, int]] = {}
         self._early: list[Hello] = []
-        self._snapped = 0
 
     syncer: Syncer | None
 
@@ -96,7 +93,7 @@ class Driver:
         try:
             while self.syncer is None or not self.syncer.done:
                 self._look()
-            self._finish(self.syncer)
+            self._keeper.finish(self.syncer)
         finally:
             self._tape.close()
 
@@ -106,9 +103,9 @@ class Driver:
                 self._start(learner)
         self._wait()
         if self.syncer:
-            if (due := self.syncer.deadline) is not None and due <= _now():
-                self._tell(self.syncer.tick(_now()))
-            self._snapshot(self.syncer)
+            if (due := self.syncer.deadline) is not None and due <= now():
+                self._tell(self.syncer.tick(now()))
+            self._tell(self._keeper.snapshot(self.syncer))
 
     def _start(self, learner: int) -> None:
         del self._again[learner]
@@ -121,7 +118,7 @@ class Driver:
         """Take what comes next, from whomever."""
         lines = [(learner, line.part[1] if line.part else line.stream) for learner, line in self._lines.items()]
         due = self.syncer.deadline if self.syncer else None
-        wait = _LOOK if due is None else min(_LOOK, max(0.0, (due - _now()) / 1e6))
+        wait = _LOOK if due is None else min(_LOOK, max(0.0, (due - now()) / 1e6))
         things = [*(thing for _, thing in lines), *self._calls]
         if not things:
             time.sleep(wait)
@@ -183,7 +180,7 @@ class Driver:
         self._early = [one for one in self._early if one.learner != learner]
         self._again[learner] = time.monotonic() + _AGAIN
         if self.syncer:
-            self._tell(self.syncer.gone(learner, _now()))
+            self._tell(self.syncer.gone(learner, now()))
         elif self._early:
             self._tell([(self._early[0].learner, Describe())])
 
@@ -191,7 +188,7 @@ class Driver:
         if isinstance(message, Description):
             self._begin(message)
         elif self.syncer:
-            self._tell(self.syncer.receive(learner, message, _now()))
+            self._tell(self.syncer.receive(learner, message, now()))
         elif isinstance(message, Hello):
             self._early.append(message)
             if len(self._early) == 1:
@@ -200,20 +197,9 @@ class Driver:
     def _begin(self, said: Description) -> None:
         if self.syncer:
             return
-        run, settings = self.run, self.run.settings
-        plan = make_plan((Tensor(name, shape) for name, shape in said.tensors), settings.fragments, settings.every)
-        if run.restore:
-            cut = Cut.load(Path(run.restore), plan)
-            model, lanes, optimizer = cut.restore(settings)
-        else:
-            cut, optimizer = None, b""
-            lanes = Lanes(said.lanes, divide([one.lane for one in said.lanes], range(settings.learners)))
-            model = GlobalModel(settings, plan, unpack(plan, said.body))
-        sharded = cast(GlobalModel, ShardedModel(model, self.shards))
-        self.syncer = Syncer(settings, sharded, lanes, self._tape, cut.round if cut else 0, optimizer)
-        self._snapped = self.syncer.round
+        self.syncer = self._keeper.begin(said)
         for hello in self._early:
-            self._tell(self.syncer.receive(hello.learner, hello, _now()))
+            self._tell(self.syncer.receive(hello.learner, hello, now()))
 
     def _tell(self, out: Out) -> None:
         for learner, message in out:
@@ -222,24 +208,6 @@ class Driver:
                 call = self.learners[learner].hear.remote(line.life, line.told, head, body)
                 line.told += 1
                 self._calls[call] = (learner, line.life)
-
-    def _snapshot(self, syncer: Syncer) -> None:
-        every, done = self.run.snapshot_every, syncer.snapshots.done
-        if every and not syncer.stopped and syncer.round >= self._snapped + every:
-            self._snapped = syncer.round
-            self._tell(syncer.snapshot())
-        if done:
-            done.save(self.run.folder / "snapshot.cut")
-            syncer.snapshots.done = None
-
-    def _finish(self, syncer: Syncer) -> None:
-        model = syncer.model
-        end = Cut(syncer.round, syncer.plan, model.values, model.momentum, model.clocks, syncer.lanes.at)
-        end.save(self.run.folder / "final.cut")
-
-
-def _now() -> int:
-    return time.monotonic_ns() // 1000
 
 
 @dataclass

@@ -4,17 +4,11 @@ import json
 import selectors
 import socket
 import sys
-import time
 from collections import Counter, deque
-from pathlib import Path
 
-from recipes.diloco.fragments import Tensor, make_plan
-from recipes.diloco.lanes import Lanes, divide
-from recipes.diloco.learner import unpack
+from recipes.diloco.keep import Keeper, now
 from recipes.diloco.messages import Describe, Description, Expel, Hello, Message, Move, Reader, write
-from recipes.diloco.outer import GlobalModel
 from recipes.diloco.run import Run
-from recipes.diloco.snapshot import Cut
 from recipes.diloco.syncer import Out, Syncer
 from recipes.diloco.tape import TapeWriter
 
@@ -56,7 +50,7 @@ class Server:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.syncer: Syncer | None = None
-        self._tape = TapeWriter(run.folder / "tape.jsonl")
+        self._keeper = Keeper(run, TapeWriter(run.folder / "tape.jsonl"))
         self._bytes: Counter[tuple[int, str, str]] = Counter()
         self._learners: dict[int, Connection] = {}
         self._early: list[tuple[Connection, Hello]] = []
@@ -64,7 +58,6 @@ class Server:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._snapped = 0
         port = run.folder / "port.new"
         port.write_text(str(self._listener.getsockname()[1]))
         port.replace(run.folder / "port")
@@ -73,7 +66,7 @@ class Server:
         """Serve until the run is done."""
         while self.syncer is None or not self.syncer.done:
             due = self.syncer.deadline if self.syncer else None
-            wait = None if due is None else max(0.0, (due - _now()) / 1e6)
+            wait = None if due is None else max(0.0, (due - now()) / 1e6)
             for key, events in self._selector.select(wait):
                 if key.fileobj is self._listener:
                     self._accept()
@@ -83,9 +76,9 @@ class Server:
                 if events & selectors.EVENT_WRITE and not self._try_flush(key.data):
                     self._drop(key.data)
             if self.syncer:
-                if (due := self.syncer.deadline) is not None and due <= _now():
-                    self._tell(self.syncer.tick(_now()))
-                self._snapshot(self.syncer)
+                if (due := self.syncer.deadline) is not None and due <= now():
+                    self._tell(self.syncer.tick(now()))
+                self._tell(self._keeper.snapshot(self.syncer))
         self._finish(self.syncer)
 
     def _accept(self) -> None:
@@ -117,9 +110,9 @@ class Server:
     def _take(self, connection: Connection, message: Message, size: int) -> None:
         if isinstance(message, Move | Expel):
             if self.syncer and isinstance(message, Move):
-                self._tell(self.syncer.move(dict(message.homes), _now()))
+                self._tell(self.syncer.move(dict(message.homes), now()))
             elif self.syncer and isinstance(message, Expel):
-                self._tell(self.syncer.expel(message.learner, _now()))
+                self._tell(self.syncer.expel(message.learner, now()))
             return
         if isinstance(message, Description):
             self._begin(message)
@@ -128,7 +121,7 @@ class Server:
             self._greet(connection, message)
         self._bytes[connection.learner, "up", type(message).__name__] += size
         if self.syncer and self._learners.get(connection.learner) is connection:
-            self._tell(self.syncer.receive(connection.learner, message, _now()))
+            self._tell(self.syncer.receive(connection.learner, message, now()))
 
     def _greet(self, connection: Connection, hello: Hello) -> None:
         """A new connection of a learner takes the place of its old one."""
@@ -146,20 +139,10 @@ class Server:
         """Make the syncer, now that the first learner has said what it trains."""
         if self.syncer:
             return
-        run, settings = self.run, self.run.settings
-        plan = make_plan((Tensor(name, shape) for name, shape in said.tensors), settings.fragments, settings.every)
-        if run.restore:
-            cut = Cut.load(Path(run.restore), plan)
-            model, lanes, optimizer = cut.restore(settings)
-            self.syncer = Syncer(settings, model, lanes, self._tape, cut.round, optimizer)
-        else:
-            homes = divide([one.lane for one in said.lanes], range(settings.learners))
-            model = GlobalModel(settings, plan, unpack(plan, said.body))
-            self.syncer = Syncer(settings, model, Lanes(said.lanes, homes), self._tape)
-        self._snapped = self.syncer.round
+        self.syncer = self._keeper.begin(said)
         early, self._early = self._early, []
         for connection, hello in early:
-            self._tell(self.syncer.receive(connection.learner, hello, _now()))
+            self._tell(self.syncer.receive(connection.learner, hello, now()))
 
     def _tell(self, out: Out) -> None:
         encoded: dict[int, bytes] = {}
@@ -193,34 +176,18 @@ class Server:
         if self._learners.get(connection.learner) is connection:
             del self._learners[connection.learner]
             if self.syncer:
-                self._tell(self.syncer.gone(connection.learner, _now()))
+                self._tell(self.syncer.gone(connection.learner, now()))
             elif self._early:
                 self._early[0][0].send(write(Describe()))
                 self._try_flush(self._early[0][0])
 
-    def _snapshot(self, syncer: Syncer) -> None:
-        every, done = self.run.snapshot_every, syncer.snapshots.done
-        if every and not syncer.stopped and syncer.round >= self._snapped + every:
-            self._snapped = syncer.round
-            self._tell(syncer.snapshot())
-        if done:
-            done.save(self.run.folder / "snapshot.cut")
-            syncer.snapshots.done = None
-
     def _finish(self, syncer: Syncer) -> None:
-        model = syncer.model
-        end = Cut(syncer.round, syncer.plan, model.values, model.momentum, model.clocks, syncer.lanes.at)
-        end.save(self.run.folder / "final.cut")
+        self._keeper.finish(syncer)
         traffic = [[*key, count] for key, count in sorted(self._bytes.items())]
         (self.run.folder / "traffic.json").write_text(json.dumps(traffic) + "\n")
         for connection in list(self._learners.values()):
             connection.link.close()
         self._listener.close()
-        self._tape.close()
-
-
-def _now() -> int:
-    return time.monotonic_ns() // 1000
 
 
 def _say(text: str) -> None:

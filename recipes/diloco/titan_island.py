@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torchtitan.trainer import Trainer as TitanTrainer
 
-from recipes.diloco.feed import Feed
+from recipes.diloco.feed import Fed, Feed
 from recipes.diloco.fragments import Plan, Tensor, Vector
 from recipes.diloco.island import pack_state, unpack_state
 from recipes.diloco.ranks import Leader
@@ -60,7 +60,7 @@ class IslandTrainer(Trainer):
         return TitanTrainer.batch_generator(self, data_iterable)
 
 
-class TitanIsland:
+class TitanIsland(Fed):
     """A TorchTitan job; all methods are collective over its ranks.
 
     Args:
@@ -81,9 +81,6 @@ class TitanIsland:
         self.tensors: Sequence[Tensor] = [Tensor(name, tuple(one.shape)) for name, one in self.parameters.items()]
         self.book: Callable[[dict[int, str]], None] = lambda digests: None
 
-    def first_lanes(self) -> dict[int, bytes]:
-        return self.feed.first_lanes()
-
     def read(self, plan: Plan) -> list[Vector]:
         return plan.gather({name: _whole(one).numpy(force=True) for name, one in self.parameters.items()})
 
@@ -97,7 +94,7 @@ class TitanIsland:
             target.copy_(tensor)
 
     def own(self, lanes: dict[int, bytes]) -> None:
-        self.feed.own(lanes)
+        super().own(lanes)
         if self.feed.loader:
             self.trainer.dataloader.loader = self.feed.loader
             self._owned = len(lanes)
@@ -106,7 +103,7 @@ class TitanIsland:
             self.trainer.gradient_accumulation_steps = sequences // (local * self._world)
 
     def lanes(self) -> dict[int, bytes]:
-        return self._joined(self.feed.lanes())
+        return self._joined(super().lanes())
 
     def step(self, clock: int) -> int:
         trainer, loader = self.trainer, self.feed.loader

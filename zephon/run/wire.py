@@ -100,10 +100,14 @@ def wait(link: socket.socket, timeout: float) -> None:
             not take the other side for one that hangs.
 
     Raises:
+        EOFError: our end has been closed.
         TimeoutError: there is nothing.
     """
     poll = select.poll()
-    poll.register(link, select.POLLIN)
+    try:
+        poll.register(link, select.POLLIN)
+    except ValueError as error:  # another thread has hung up since the last message
+        raise EOFError("the link has been closed") from error
     if timeout and not any(poll.poll(1000 * timeout / SLICES) for _ in range(SLICES)):
         raise TimeoutError
 
