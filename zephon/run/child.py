@@ -67,13 +67,9 @@ class Child:
             if message != ALIVE:
                 return message
 
-    def close(self) -> None:
-        """Hang up and wait; a child that does not end is killed."""
+    def close(self) -> int:
+        """Hang up and wait for the exit code; a child that does not end is killed."""
         hang_up(self.link)
-        self.ended()
-
-    def ended(self) -> int:
-        """The exit code of a child whose link is closed; one that does not end is killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(_PATIENCE)
         self.kill()

@@ -77,7 +77,7 @@ class IsolatedLoader(Loader):
             raise self._failed from error
 
     def _died(self) -> DataError:
-        code = self._child.ended()
+        code = self._child.close()
         return DataError(
             f"The process of the isolated loader died (exit code {code}; -9 is SIGKILL, often for want of memory). "
             "What it had not handed over is not lost: resume from the last checkpoint."

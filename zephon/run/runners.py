@@ -189,7 +189,7 @@ class _Hand:
             except TimeoutError:
                 number, good, value = HUNG, False, None
             except (EOFError, OSError):
-                code = self._child.ended()
+                code = self._child.close()
                 with self._lock:
                     if self._closing:
                         return
