@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +22,13 @@ from zephon.digest import lane_digest
 from zephon.run.child import Child
 from zephon.run.isolate import IsolatedLoader
 from zephon.run.runners import ProcessRunner
-from zephon.run.watch import Watch
+from zephon.run.watch import SIGNAL, Watch
 
 HANG = """
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 
@@ -204,12 +208,7 @@ def test_a_job_that_is_stopped_and_goes_on_is_no_hang(tmp_path: Path) -> None:
 
 def test_work_in_another_thread_is_logged_when_it_cannot_be_interrupted(caplog: pytest.LogCaptureFixture) -> None:
     watch, release = Watch(0.1), threading.Event()
-
-    def work() -> None:
-        with watch.over(release.wait, ()):
-            release.wait()
-
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=watch.do, args=(release.wait, ()))
     thread.start()
     while "cannot be interrupted" not in caplog.text:
         thread.join(0.01)
@@ -218,24 +217,65 @@ def test_work_in_another_thread_is_logged_when_it_cannot_be_interrupted(caplog: 
 
 
 def test_an_interrupt_of_the_user_is_not_mistaken(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt), Watch(60).over(signal.raise_signal, ()):
-        signal.raise_signal(signal.SIGINT)
+    with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
+        Watch(60).do(_interrupted, ())
     assert not caplog.text
 
 
-def test_an_interrupt_that_comes_late_hits_nothing_else() -> None:
+def _interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler])
+def test_it_does_not_matter_who_has_the_interrupt_signal(handler: Any) -> None:
+    """A shell has jobs in the background ignore it; Ray and others take it over."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(DataError, match="no end in"):
+            Watch(0.05).do(threading.Event().wait, ())
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_that_comes_late_hits_nothing_else() -> None:
     watch = Watch(0.05)
-    with pytest.raises(DataError, match="no end in"), watch.over(_busy, ()):
-        _busy(watch)
-    for _ in range(1000):
-        time.monotonic()
+    with pytest.raises(DataError, match="no end in"):
+        watch.do(_busy, (watch,))
+    signal.raise_signal(SIGNAL)
+    assert watch.do(signal.raise_signal, (SIGNAL,)) is None
 
 
 def _busy(watch: Watch) -> None:
-    """Work that catches the interrupt itself, as native code does that polls for signals late."""
-    with contextlib.suppress(KeyboardInterrupt):
+    """Work that swallows whatever interrupts it."""
+    with contextlib.suppress(BaseException):
         while not any(note.error for note in watch._notes.values()):
             pass
+
+
+def test_a_task_that_catches_every_exception_is_given_up_all_the_same() -> None:
+    with pytest.raises(DataError, match="no end in"):
+        Watch(0.05).do(_stubborn, ())
+
+
+def _stubborn() -> None:
+    while True:
+        with contextlib.suppress(Exception):
+            threading.Event().wait()
+
+
+def test_a_handler_of_the_user_for_our_signal_stays(caplog: pytest.LogCaptureFixture) -> None:
+    watch, seen = Watch(0.05), threading.Event()
+    before = signal.signal(SIGNAL, lambda *_: seen.set())
+    try:
+        watch.do(_waits_for, (lambda: "cannot be interrupted" in caplog.text,))
+    finally:
+        signal.signal(SIGNAL, before)
+    assert not seen.is_set()
+
+
+def _waits_for(what: Callable[[], bool]) -> None:
+    while not what():
+        threading.Event().wait(0.01)
 
 
 def test_a_timeout_is_a_number_of_seconds(tmp_path: Path) -> None:

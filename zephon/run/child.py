@@ -115,8 +115,7 @@ def serve_worker(link: socket.socket, recipe: "Recipe") -> None:
             number, name, args = receive(link)
             try:
                 work = getattr(stream.worker, name)
-                with stream.watch.over(work, args):
-                    answer = (number, True, work(*args))
+                answer = (number, True, stream.watch.do(work, args))
             except Exception as error:
                 answer = (number, False, failure(error))
             line.send(answer)

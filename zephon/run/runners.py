@@ -37,8 +37,7 @@ class _Lazy(Handle[T]):
         self._watch, self._work, self._args = watch, work, args
 
     def result(self) -> T:
-        with self._watch.over(self._work, self._args):
-            return self._work(*self._args)
+        return self._watch.do(self._work, self._args)
 
 
 class InlineRunner(Runner):
@@ -96,8 +95,7 @@ def _work(tasks: "queue.SimpleQueue[_Task | None]", watch: Watch, hung: set[thre
             fail(error)
 
         try:
-            with watch.over(work, args, give_up):
-                result = work(*args)
+            result = watch.do(work, args, give_up)
             with contextlib.suppress(InvalidStateError):
                 future.set_result(result)
             del result

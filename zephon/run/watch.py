@@ -3,21 +3,22 @@
 Every task of a stream (measure some rows, build a micro-batch) is noted while it is worked on, and one thread of the
 process looks at the notes. After a third of `[run] timeout` it warns, after all of it the task is given up:
 
-- in the main thread by an interrupt, which ends every wait that can be interrupted;
+- in the main thread by a signal, which ends every wait that a signal can end;
 - in a worker thread by failing the task: whoever waits for it goes on, and the thread is left behind;
 - in a process of ours by telling the parent, which kills it, and has a worker's task done once more.
 """
 
-import contextlib
 import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 from zephon.errors import DataError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,14 @@ message that names no data. Tasks take some 10 ms, and 21 s more where reads tha
 
 LOOKS = 20
 """How often the watchdog looks during a timeout."""
+
+SIGNAL = signal.SIGURG
+"""Interrupts a task of the main thread. Ignored by default, so it hurts nobody where it comes late; Go's runtime does
+the same. SIGINT would not do: a shell has jobs in the background ignore it, and libraries take it over."""
+
+
+class _GivenUpError(BaseException):
+    """Raised inside a task that was given up; no `Exception`, or the task might take it for a failure of its own."""
 
 
 class Watch:
@@ -45,34 +54,38 @@ class Watch:
         self._notes: dict[int, _Note] = {}
         self._lock = threading.Lock()
 
-    @contextlib.contextmanager
-    def over(
-        self, work: Callable[..., Any], args: tuple[Any, ...], fail: Callable[[DataError], None] | None = None
-    ) -> Generator[None]:
-        """Watch a task that this thread does in the block; `fail` tells those who wait for it elsewhere.
+    def do(self, work: Callable[..., T], args: tuple[Any, ...], fail: Callable[[DataError], None] | None = None) -> T:
+        """Do a task in this thread, watched; `fail` tells those who wait for it elsewhere.
 
         Raises:
             DataError: it took too long; raised at once where the thread can be interrupted.
         """
         if not self.timeout:
-            yield
-            return
+            return work(*args)
         note, me = _Note(work.__name__, args, fail), threading.get_ident()
         self._notes[me] = note
         _look_after(self)
+        result: T | None = None
         try:
-            yield
-        except KeyboardInterrupt:
-            if note.error is None:
-                raise
-            note.interrupts = False
+            try:
+                result = work(*args)
+            finally:
+                note.working = False
+        except _GivenUpError:
+            pass
         finally:
             with self._lock:
                 del self._notes[me]
         if note.error:
-            with contextlib.suppress(KeyboardInterrupt):
-                time.sleep(note.interrupts)  # the interrupt is on its way: it must not hit what comes next
             raise note.error
+        return cast(T, result)
+
+    def interrupt(self, thread: int) -> None:
+        """Called by a signal in the thread whose task was given up: end it, unless it has ended meanwhile."""
+        note = self._notes.get(thread)
+        if note and note.error and note.working:
+            note.working = False
+            raise _GivenUpError
 
     def look(self) -> None:
         """Warn of tasks that take long, and give up those that take too long."""
@@ -105,9 +118,9 @@ class Watch:
         error = self.error(self._what(thread, note))
         if fail := note.fail or self.told:
             fail(error)
-        elif thread == threading.main_thread().ident and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            note.error, note.interrupts = error, True
-            signal.pthread_kill(thread, signal.SIGINT)
+        elif thread == threading.main_thread().ident and signal.getsignal(SIGNAL) is _interrupt:
+            note.error = error
+            signal.pthread_kill(thread, SIGNAL)
         else:
             logger.error("%s This thread cannot be interrupted.", error)
 
@@ -122,7 +135,7 @@ class _Note:
     def __init__(self, work: str, args: tuple[Any, ...], fail: Callable[[DataError], None] | None) -> None:
         self.work, self.args, self.fail = work, args, fail
         self.since = time.monotonic()
-        self.warned = self.told = self.interrupts = False
+        self.working, self.warned, self.told = True, False, False
         self.error: DataError | None = None
 
 
@@ -137,8 +150,15 @@ def reading(path: str) -> None:
     _READS[threading.get_ident()] = path
 
 
+def _interrupt(*_: object) -> None:
+    for watch in list(_WATCHES):
+        watch.interrupt(threading.get_ident())
+
+
 def _look_after(watch: Watch) -> None:
     """Have a watch looked at from now on."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(SIGNAL) is signal.SIG_DFL:
+        signal.signal(SIGNAL, _interrupt)
     if watch in _WATCHES:
         return
     with _GUARD:
