@@ -297,7 +297,7 @@ class ImageWorld(World):
 
     def _text(self, text: str) -> tuple[Doc, list[str]]:
         bos, eos = self.edges()
-        ids = [*bos, *clean(text).encode(), *eos]
+        ids = [*bos, *clean(text).encode(), *eos] if text else []
         return Doc(ids, [True] * len(ids), [], whole=False), []
 
     def _mixed(self, source: ImageSource, row: Row) -> tuple[Doc | None, list[str]]:
