@@ -65,10 +65,11 @@ class Text:
             raise BadRowError(error.text, f"{error}. Remove the row.") from error
         ids, offsets = self._with_edges(ids, offsets)
         bounds = offsets.tolist()
-        positions = np.maximum(np.diff(offsets) - 1, 0).tolist()
+        lengths = np.diff(offsets)
+        positions = np.maximum(lengths - 1, 0).tolist()
         payloads = [ids[start:end] for start, end in itertools.pairwise(bounds)]
-        for i, text in enumerate(texts):
-            if not text:  # between BOS and EOS too there is nothing to learn
+        for i in np.flatnonzero(lengths <= 2).tolist():
+            if not texts[i]:  # between BOS and EOS too there is nothing to learn
                 positions[i], payloads[i] = 0, ids[:0]
             if not positions[i] and i not in faults:
                 counts.setdefault(i, []).append("empty")

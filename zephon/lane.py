@@ -95,6 +95,7 @@ class Lane:
         self._mixer = Mixer(mix.weights, [source.deficit for source in state.sources])
         positions = [source.position for source in state.sources]
         self._offsets = [position.offset for position in positions]
+        self._held: list[Sample | None] = [None] * len(sources)  # of which something is left
         self._mixed = [source.mixed for source in state.sources]
         self._counts = [source.counters for source in state.sources]
         self.feeds = [
@@ -139,7 +140,7 @@ class Lane:
         """Take the next piece from the source that is furthest behind its share; None at the end of a finite stream."""
         while not self._ended:
             source = self._mixer.pick()
-            sample = self._next_sample(source)
+            sample = self._held[source] or self._next_sample(source)
             if sample is not None:
                 return self._take_piece(source, sample)
             if self._mix.stop:
@@ -154,7 +155,7 @@ class Lane:
         if mix.piece is not None and end - start > mix.piece:
             end = uncut(sample, start, start + mix.piece)
         if end < sample.positions:
-            self._offsets[source] = end
+            self._held[source], self._offsets[source] = sample, end
         else:
             self._pass(source, sample)
         self._mixer.charge(source, 1 if mix.by_samples else end - start)
@@ -170,7 +171,7 @@ class Lane:
                 self._fill(feed)
                 if not feed.ready:
                     return None
-            sample = feed.first()
+            sample = feed.pop()
             if longest and sample.positions > longest[bool(sample.atoms)]:
                 sample = self._too_long(source, sample)
             if sample.positions:
@@ -201,7 +202,7 @@ class Lane:
 
     def _pass(self, source: int, sample: Sample) -> None:
         self.feeds[source].advance()
-        self._offsets[source] = 0
+        self._held[source], self._offsets[source] = None, 0
         if sample.counts:
             counts, names = list(self._counts[source]), self._sources[source].counters
             for name in sample.counts:

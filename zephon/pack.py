@@ -11,11 +11,12 @@ cut. Where every record must hold media, a bin without any keeps room for a fill
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import le
 from typing import Protocol
 
 from zephon.errors import DataError
-from zephon.types import Atom, Plan, Sample, Segment
+from zephon.types import Atom, Plan, Sample, Segment, segment
 
 MAX_OPEN_SEGMENTS = 300
 """Segments that may wait in a packer, so that the state of a lane of 20 sources stays under 4 KiB: a segment takes up
@@ -61,8 +62,8 @@ class Bin:
         self.segments: Plan = []
         self.room, self.left = room.seq_len, room.budgets
         self.reserved = room.seq_len - room.plain
-        for segment in segments:
-            self.add(*segment)
+        for one in segments:
+            self.add(*one)
 
     @property
     def full(self) -> bool:
@@ -88,7 +89,7 @@ class Bin:
         if last and last.end == start and last.sample.ref == sample.ref:
             self.segments[-1] = Segment(sample, last.start, end)
         else:
-            self.segments.append(Segment(sample, start, end))
+            self.segments.append(segment((sample, start, end)))
         self.room -= end - start
         if sample.atoms:
             for atom in _atoms(sample, start, end):
@@ -171,7 +172,8 @@ class Concat:
 
     def offer(self, sample: Sample, start: int, end: int) -> tuple[int, Plan | None]:
         one = self._bin
-        taken = one.reach(sample, start, end)
+        fits = end - start <= one.room - one.reserved and not sample.atoms
+        taken = end if fits else one.reach(sample, start, end)
         if taken > start:
             one.add(sample, start, taken)
         elif not one.segments:
@@ -183,7 +185,7 @@ class Concat:
         return done.leave() if done.segments else None
 
     def restore(self, bins: list[Plan]) -> None:
-        self._bin = Bin(self._room, [segment for one in bins for segment in one])
+        self._bin = Bin(self._room, list(chain.from_iterable(bins)))
 
 
 class BestFit:
