@@ -27,7 +27,7 @@ demo-vlm: $(STAMP)  ## the same with images and text in one stream, on Qwen 3.5'
 demo-diloco: $(STAMP)  ## 4 decoupled learners, two killed, one slowed, beside data-parallel under the same faults (about 10 minutes)
 	$(BIN)/python -m recipes.diloco.demo
 
-test: $(STAMP)  ## the tests, without the slow ones (about 6 minutes on 2 cores)
+test: $(STAMP)  ## the tests, without the slow ones (about 11 minutes on 2 cores)
 	$(BIN)/python -m pytest -n auto -m 'not slow'
 
 test-all: $(STAMP)  ## all tests; a skipped one fails, unless a GPU is missing

@@ -72,6 +72,7 @@ def images() -> dict[str, Side]:
     """Sides on captioned images (V)."""
     sides: dict[str, Side] = {}
     tar: dict[str, Any] = {"format": "tar", "runner": "inline"}
+    sides[YARDSTICK] = Side("prototype_images", "", 1500, 200, {})
     sides[BASE] = Side("ours", "", 1500, 640, tar)
     sides["ours, 64 lanes"] = Side("ours", "", 1500, 1100, {**tar, "lanes": 64})
     sides["ours, threads 2"] = Side("ours", "", 1500, 640, tar | {"runner": "threads", "workers": 2})
