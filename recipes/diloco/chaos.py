@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -45,7 +45,8 @@ class Relay:
         self._open.set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._threads: list[threading.Thread] = []
+        self._begin(self._accept)
 
     def cut(self) -> None:
         """Carry nothing until `heal`."""
@@ -55,8 +56,18 @@ class Relay:
         self._open.set()
 
     def close(self) -> None:
+        """Once both ends of every connection are gone, or it waits for them."""
         self._open.set()
-        self._listener.close()
+        with self._listener, contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # to close it alone leaves a thread in `accept` for ever
+        for thread in self._threads:
+            thread.join()
+
+    def _begin(self, work: Callable[..., None], *args: socket.socket) -> threading.Thread:
+        thread = threading.Thread(target=work, args=args, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        return thread
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -67,8 +78,13 @@ class Relay:
                 except OSError:
                     near.close()
                     continue
-                for ends in ((near, far), (far, near)):
-                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+                self._begin(self._connect, near, far)
+
+    def _connect(self, near: socket.socket, far: socket.socket) -> None:
+        with near, far:
+            back = self._begin(self._carry, far, near)
+            self._carry(near, far)
+            back.join()
 
     def _carry(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -98,10 +114,18 @@ def hurt(processes: Processes, faults: list[Fault], seconds: float = 300.0) -> l
         TimeoutError: the run does not end.
         RuntimeError: a learner ends by itself.
     """
-    learners = range(processes.run.settings.learners)
-    relays = {learner: Relay(processes.run.folder / "port") for learner in learners}
-    for learner in learners:
-        processes.start(learner, relays[learner].port)
+    with contextlib.ExitStack() as stack:
+        relays = {
+            learner: stack.enter_context(contextlib.closing(Relay(processes.run.folder / "port")))
+            for learner in range(processes.run.settings.learners)
+        }
+        stack.callback(processes.stop)
+        return _hurt(processes, faults, seconds, relays)
+
+
+def _hurt(processes: Processes, faults: list[Fault], seconds: float, relays: dict[int, Relay]) -> list[Fault]:
+    for learner, relay in relays.items():
+        processes.start(learner, relay.port)
     tape = processes.run.folder / "tape.jsonl"
     limit = time.monotonic() + seconds
     while not tape.exists() or b'"step"' not in tape.read_bytes():
@@ -127,8 +151,6 @@ def hurt(processes: Processes, faults: list[Fault], seconds: float = 300.0) -> l
         if one.fault.kind != "kill":
             _mend(processes, relays[learner], one.fault)
     processes.wait(60)
-    for relay in relays.values():
-        relay.close()
     return done
 
 

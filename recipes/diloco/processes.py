@@ -82,14 +82,18 @@ class Processes:
         """What a process has said."""
         return (self.run.folder / "log" / f"{name}.txt").read_text()
 
-    def __enter__(self) -> "Processes":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """Kill what still runs."""
         for one in (self.syncer, *self.learners.values()):
             if one.poll() is None:
                 one.kill()
             one.wait()
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def _start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
