@@ -71,6 +71,7 @@ class Args:
 
 def main() -> None:
     args, console, rows = tyro.cli(Args), Console(width=max(120, Console().width)), list[dict[str, Any]]()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which jobs in the background ignore
     work, chance = Path(tempfile.mkdtemp(prefix="zephon-kills-")), random.Random(args.seed)
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     try:
