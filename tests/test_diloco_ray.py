@@ -116,7 +116,10 @@ def test_a_run_outlives_a_node_with_its_learners_and_shards(tmp_path: Path, reci
     wide = {"recipe": str(recipe), "vocabulary": 16_384, "width": 16}
     run = make_run(tmp_path / "run", recipe, settings=replace(SETTINGS, rounds=80), options=wide, pace=0.25)
     store: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100 * 2**20}
-    nodes = Cluster(initialize_head=True, head_node_args={**store, "include_dashboard": False})
+    # Ray notices a node that is gone after 15 s and more; learners would have made all their steps by then.
+    notice = {"health_check_period_ms": 300, "health_check_timeout_ms": 1000, "health_check_failure_threshold": 3}
+    head = {**store, "include_dashboard": False, "_system_config": notice}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
     other = nodes.add_node(**store)
     try:
         ray.init(address=nodes.address, log_to_driver=False)
@@ -181,10 +184,11 @@ def test_a_run_outlives_a_learner_and_shards_and_trains_again_to_the_same_bits(t
 def test_a_learner_that_cannot_be_told_something_starts_afresh(tmp_path: Path, recipe: Path) -> None:
     """An object that is lost on its way to a learner would leave it deaf: it waits for that message for ever."""
     run = make_run(tmp_path / "run", recipe)
+    lost = ray.remote(lambda: 1 / 0).remote()
+    ray.wait([lost])  # before the run: to start a worker takes seconds
     driver = Driver(run)
 
     def lose() -> None:
-        lost = ray.remote(lambda: 1 / 0).remote()
         driver._calls[driver.learners[2].hear.remote(1, 10**6, Bye(), lost)] = (2, 1)
 
     watch(run, {6: lose})

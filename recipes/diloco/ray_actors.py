@@ -1,5 +1,6 @@
 """The actors of a run on a Ray cluster, and the global model whose fragments they merge; see `ray_driver`."""
 
+import os
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -72,12 +73,16 @@ class LearnerActor:
         self._run, self._number = run, number
         self._island: Island | None = None
         self._life, self._talk = -1, None
+        self._trains: threading.Thread | None = None
 
     def speak(self, life: int) -> Iterator[bytes | Message]:
         """Live once: what this life says, each message as two objects, its body and the rest, until it is over."""
+        if self._trains and self._trains.is_alive():
+            os._exit(1)  # an earlier life that was lost on the way: two must not train one island; Ray starts it again
         talk = Talk(self._run, self._number)
         self._life, self._talk = life, talk
-        threading.Thread(target=self._train, args=(talk,), daemon=True).start()
+        self._trains = threading.Thread(target=self._train, args=(talk,), daemon=True)
+        self._trains.start()
         while (message := talk.said.get()) is not None:
             if isinstance(message, Exception):
                 raise message

@@ -13,7 +13,8 @@ in this process.
 
 *A shard* is an actor that merges the fragments dealt to it. It keeps nothing: parameters and momentum of a fragment are
 an object that goes in, and a new one comes out. When one dies, Ray starts it again and tries the merge again on the
-same objects, to the same bits; until then, some 1.5 s here, nothing is merged, and learners train on.
+same objects, to the same bits; until then, some 1.5 s here, nothing is merged, and learners train on. Where its node is
+gone it takes as long as Ray takes to notice: 15 s and more, unless `health_check_period_ms` and its like say less.
 
 A second copy of every new version is brought to this node, so that any other node may be lost, with its learners and
 shards. This process and Ray's head may not: then the run goes on from its last snapshot. Ray is made for one fast
@@ -28,7 +29,7 @@ from typing import Annotated, Any, cast
 
 import ray
 import tyro
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from recipes.diloco.keep import Keeper, now
 from recipes.diloco.messages import Describe, Description, Hello, Message, Part
@@ -174,7 +175,8 @@ class Driver:
             raise error
         if not isinstance(error, StopIteration):
             print(f"learner {learner}: {str(error).strip().splitlines()[-1]}", flush=True)
-            if not isinstance(error, ActorDiedError):  # its code or its objects failed: let it begin with nothing
+            # Its code or its objects failed: let it begin with nothing. One that is down, Ray has begun to start again.
+            if not isinstance(error, ActorDiedError | ActorUnavailableError):
                 ray.kill(self.learners[learner], no_restart=False)
         del self._lines[learner]
         self._early = [one for one in self._early if one.learner != learner]
