@@ -1,7 +1,7 @@
 """Synchronous data-parallel training under the same faults, with TorchTitan: what one does without decoupled learners.
 
 Elastic: when a rank dies the job is formed again at once with the ranks that are left, from the last checkpoint; when
-the machine is back, the job saves, stops, and is formed again with all. Plain: it waits until the machine is back.
+the machine is back and the job has made a step, it saves, stops, and is formed again with all. Plain: it waits until the machine is back.
 Zephon's loader gives both the same global batches on any number of ranks.
 """
 
@@ -82,9 +82,8 @@ class DataParallel:
             How often the whole job stood still.
         """
         self.folder.mkdir(parents=True)
-        job, stops, back = self._start(self.ranks), 0, 0.0
-        log = self.folder / "loss.jsonl"
-        while not log.exists():
+        job, stops, back, made = self._start(self.ranks), 0, 0.0, 0
+        while not self._steps():
             if job.poll() is not None:
                 raise RuntimeError(f"The job ended before its first step; see {self.folder}/log.txt.")
             time.sleep(_TICK)
@@ -99,10 +98,10 @@ class DataParallel:
                         job.wait()
                         stops, back = stops + 1, until
                         if self.elastic:
-                            job = self._start(self.ranks - 1)
+                            job, made = self._start(self.ranks - 1), self._steps()
                     else:
                         slow = (fault.learner, until)
-                if back and now >= back:
+                if back and now >= back and (not self.elastic or self._steps() > made):
                     back = 0.0
                     if self.elastic:  # room for the machine that is back
                         _end(job)
@@ -113,6 +112,10 @@ class DataParallel:
         finally:
             _kill(job)
         return stops
+
+    def _steps(self) -> int:
+        log = self.folder / "loss.jsonl"
+        return log.read_bytes().count(b"\n") if log.exists() else 0
 
     def _start(self, ranks: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "recipes.diloco.baseline", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"]
