@@ -1,8 +1,8 @@
 """Synchronous data-parallel training under the same faults, with TorchTitan: what one does without decoupled learners.
 
 Elastic: when a rank dies the job is formed again at once with the ranks that are left, from the last checkpoint; when
-the machine is back and the job has made a step, it saves, stops, and is formed again with all. Plain: it waits until the machine is back.
-Zephon's loader gives both the same global batches on any number of ranks.
+the machine is back and the job has made a step, it saves, stops, and is formed again with all. Plain: it waits until
+the machine is back. Zephon's loader gives both the same global batches on any number of ranks.
 """
 
 import contextlib
