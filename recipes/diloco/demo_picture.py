@@ -17,6 +17,8 @@ _LOOKS = {
     "restarted": ("data-parallel, waits for the machine", "tab:red", "--"),
 }
 
+_STOP = 6.0  # seconds without a step after which the line of losses breaks off
+
 
 def draw(results: Sequence[Any], faults: Sequence[tuple[float, float, str]], file: Path) -> None:
     """Two panels; faults are shaded: when, how long, what."""
@@ -33,8 +35,10 @@ def draw(results: Sequence[Any], faults: Sequence[tuple[float, float, str]], fil
         times, tokens, losses = (np.array(column, dtype=float) for column in zip(*one.losses, strict=True))
         edges = np.arange(0, times[-1] + 2, 2.0)  # a mean over two seconds: several learners log
         place = np.digitize(times, edges)
-        middle = [(times[place == i].mean(), losses[place == i].mean()) for i in np.unique(place)]
-        panels[0].plot(*zip(*middle, strict=True), line, color=colour, linewidth=1.4, label=label)
+        middle = np.array([(times[place == i].mean(), losses[place == i].mean()) for i in np.unique(place)])
+        stops = np.flatnonzero(np.diff(middle[:, 0]) > _STOP) + 1
+        panels[0].plot(*np.insert(middle, stops, np.nan, axis=0).T, line, color=colour, linewidth=1.4, label=label)
+        times, tokens = np.append(times, one.seconds), np.append(tokens, tokens[-1])
         panels[1].plot(times, tokens / 1e3, line, color=colour, linewidth=1.6, label=f"{label}: {one.goodput:.0%}")
     panels[0].set(xlabel="seconds", ylabel="training loss", title="Loss")
     panels[1].set(xlabel="seconds", ylabel="thousand tokens that count", title="Tokens, and goodput")
