@@ -183,6 +183,24 @@ def test_an_isolated_loader_that_is_stopped_ends_the_run(tmp_path: Path) -> None
             next(loader)
 
 
+def test_time_in_which_the_whole_process_is_stopped_does_not_count() -> None:
+    code = (
+        "import time\nfrom zephon.run.watch import Watch\n"
+        "def work():\n"
+        "    print('works', flush=True)\n"
+        "    for _ in range(20): time.sleep(0.02)\n"
+        "Watch(1).do(work, ())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout
+        job.stdout.readline()
+        job.send_signal(signal.SIGSTOP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.wait(1.5)
+        job.send_signal(signal.SIGCONT)
+        assert job.wait(60) == 0
+
+
 def test_a_job_that_is_stopped_and_goes_on_is_no_hang(tmp_path: Path) -> None:
     path = with_run(write_recipe(tmp_path), "process 1 isolate", timeout=1)
     code = (

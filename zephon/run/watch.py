@@ -87,9 +87,8 @@ class Watch:
             note.working = False
             raise _GivenUpError
 
-    def look(self) -> None:
+    def look(self, now: float) -> None:
         """Warn of tasks that take long, and give up those that take too long."""
-        now = time.monotonic()
         with self._lock:
             for thread, note in list(self._notes.items()):
                 age = now - note.since
@@ -99,6 +98,12 @@ class Watch:
                 elif age >= self.timeout / 3 and not note.warned:
                     note.warned = True
                     logger.warning("%s: %.0f s so far, of %g.", self._what(thread, note), age, self.timeout)
+
+    def forgive(self, seconds: float) -> None:
+        """Seconds that do not count for the tasks of now."""
+        with self._lock:
+            for note in self._notes.values():
+                note.since += seconds
 
     def describe(self, work: str, args: tuple[Any, ...]) -> str:
         """What a task is; never an error, which would end the thread that asks."""
@@ -164,16 +169,23 @@ def _look_after(watch: Watch) -> None:
     with _GUARD:
         _WATCHES.add(watch)
         if not _THREAD or not _THREAD[0].is_alive():  # a fork leaves it behind
-            _THREAD[:] = [threading.Thread(target=_patrol, name="zephon-watchdog", daemon=True)]
+            _THREAD[:] = [
+                threading.Thread(target=_patrol, args=(time.monotonic(),), name="zephon-watchdog", daemon=True)
+            ]
             _THREAD[0].start()
 
 
-def _patrol() -> None:
+def _patrol(last: float) -> None:
+    pause = 0.1
     while True:
         with _GUARD:
             watches = list(_WATCHES)
+        now = time.monotonic()
+        stood, last = now - last - 2 * pause, now
         for watch in watches:
-            watch.look()
+            if stood > 0:  # the whole job was stopped, or the machine asleep, and nothing could get on
+                watch.forgive(stood)
+            watch.look(now)
         pause = min([1.0, *(watch.timeout / LOOKS for watch in watches)])
         del watches
         time.sleep(pause)
