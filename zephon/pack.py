@@ -172,8 +172,7 @@ class Concat:
 
     def offer(self, sample: Sample, start: int, end: int) -> tuple[int, Plan | None]:
         one = self._bin
-        fits = end - start <= one.room - one.reserved and not sample.atoms
-        taken = end if fits else one.reach(sample, start, end)
+        taken = one.reach(sample, start, end)
         if taken > start:
             one.add(sample, start, taken)
         elif not one.segments:

@@ -53,6 +53,8 @@ class Watch:
         """In a process that another one watches: is told what has to be given up."""
         self._notes: dict[int, _Note] = {}
         self._lock = threading.Lock()
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(SIGNAL) is signal.SIG_DFL:
+            signal.signal(SIGNAL, _interrupt)
 
     def do(self, work: Callable[..., T], args: tuple[Any, ...], fail: Callable[[DataError], None] | None = None) -> T:
         """Do a task in this thread, watched; `fail` tells those who wait for it elsewhere.
@@ -156,14 +158,13 @@ def reading(path: str) -> None:
 
 
 def _interrupt(*_: object) -> None:
+    """What `SIGNAL` does, in the main thread."""
     for watch in list(_WATCHES):
         watch.interrupt(threading.get_ident())
 
 
 def _look_after(watch: Watch) -> None:
     """Have a watch looked at from now on."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(SIGNAL) is signal.SIG_DFL:
-        signal.signal(SIGNAL, _interrupt)
     if watch in _WATCHES:
         return
     with _GUARD:
@@ -176,6 +177,7 @@ def _look_after(watch: Watch) -> None:
 
 
 def _patrol(last: float) -> None:
+    """Look at all tasks for ever; `last` is when the thread was started."""
     pause = 0.1
     while True:
         with _GUARD:
