@@ -62,8 +62,8 @@ class Feed:
         self._blocks: deque[_Block] = deque()
         self._waiting: deque[Iterator[Sample]] = deque()
         self.pop: Callable[[], Sample] = chain.from_iterable(iter(self._waiting.popleft, None)).__next__
-        """Gives the next sample, where one is ready, without running Python. It counts as ready until `advance` says that
-        all of it is taken."""
+        """Gives the next sample, where one is ready, without running Python. It counts as ready until `advance` says
+        that all of it is taken."""
 
     def position(self, offset: int = 0) -> Position:
         """Behind the sample that was taken last, or `offset` positions on, in the next: as a state has it."""
