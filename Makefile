@@ -25,7 +25,7 @@ demo-vlm: $(STAMP)  ## the same with images and text in one stream, on Qwen 3.5'
 	$(BIN)/python -m recipes.demo.vlm
 
 demo-diloco: $(STAMP)  ## 4 decoupled learners, two killed, one slowed, beside data-parallel under the same faults (about 10 minutes)
-	$(BIN)/python -m recipes.diloco.demo
+	$(BIN)/python -m recipes.diloco.demo $(ARGS)
 
 test: $(STAMP)  ## the tests, without the slow ones (about 11 minutes on 2 cores)
 	$(BIN)/python -m pytest -n auto -m 'not slow'
