@@ -46,8 +46,6 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 SUFFIXES = list(COMPRESS)
 ROWS = [{"n": i, "text": f"row {i} caf\u00e9 \u2028 " + "x" * (i * 37 % 50)} for i in range(30)]
 TEXT = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
-LZMA2: list[dict[str, int]] = [{"id": lzma.FILTER_LZMA2, "preset": 0}]
-CHECKS = {"none": lzma.CHECK_NONE, "crc32": lzma.CHECK_CRC32, "crc64": lzma.CHECK_CRC64, "sha256": lzma.CHECK_SHA256}
 SKIPPED = b"\x5a\x2a\x4d\x18\x05\0\0\0hello"  # a zstd frame that holds no text
 BGZF_END = bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000")
 
@@ -56,50 +54,6 @@ def pack(raw: bytes, suffix: str, cuts: list[int] | None = None) -> bytes:
     """`raw` as one member for each stretch between `cuts`."""
     edges = [0, *sorted(cuts or []), len(raw)]
     return b"".join(COMPRESS[suffix](raw[a:b]) for a, b in itertools.pairwise(edges))
-
-
-def number(value: int) -> bytes:
-    """As xz writes numbers: seven bits a byte, the lowest first."""
-    return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + number(value >> 7)
-
-
-def checked(raw: bytes) -> bytes:
-    return raw + zlib.crc32(raw).to_bytes(4, "little")
-
-
-def xz_index(records: list[tuple[int, int]], count: int | None = None) -> bytes:
-    body = (
-        b"\0" + number(len(records) if count is None else count) + b"".join(number(n) for one in records for n in one)
-    )
-    return checked(body + bytes(-len(body) % 4))
-
-
-def xz_footer(index: bytes, flags: bytes) -> bytes:
-    body = (len(index) // 4 - 1).to_bytes(4, "little") + flags
-    return zlib.crc32(body).to_bytes(4, "little") + body + b"YZ"
-
-
-def xz_block(raw: bytes, check: int = lzma.CHECK_CRC64, filters: Any = LZMA2) -> tuple[bytes, int, int]:
-    """One block, its size without padding, and that of its text."""
-    stream = lzma.compress(raw, check=check, filters=filters)
-    index = stream[-12 - 4 * (int.from_bytes(stream[-8:-4], "little") + 1) : -12]
-    block, at, numbers = stream[12 : -12 - len(index)], 1, list[int]()
-    for _ in range(3 if raw else 1):
-        value = shift = 0
-        while True:
-            value, shift, at = value | (index[at] & 127) << shift, shift + 7, at + 1
-            if index[at - 1] < 128:
-                break
-        numbers.append(value)
-    return (block, numbers[1], numbers[2]) if raw else (b"", 0, 0)
-
-
-def xz_stream(parts: list[bytes], check: int = lzma.CHECK_CRC64, filters: Any = LZMA2) -> bytes:
-    """One stream of a block for each part that is not empty."""
-    blocks = [xz_block(part, check, filters) for part in parts if part]
-    index, flags = xz_index([(size, text) for _, size, text in blocks]), bytes([0, check])
-    head = b"\xfd7zXZ\0" + flags + zlib.crc32(flags).to_bytes(4, "little")
-    return head + b"".join(block for block, _, _ in blocks) + index + xz_footer(index, flags)
 
 
 def cut(raw: bytes, *cuts: int) -> list[bytes]:
@@ -156,14 +110,8 @@ def test_every_form_gives_what_the_plain_file_gives(
         wanted = np.asarray(
             data.draw(st.lists(st.integers(0, plain.shard.rows - 1)) if plain.shard.rows else st.just([]))
         )
-        kinds, of = st.sampled_from(sorted(CHECKS.values())), data.draw(st.integers(1, 4))
-        zeros = st.integers(0, 3).map(lambda fours: bytes(4 * fours))
         rows = JsonlReader([plain])._raw(wanted.astype(np.int64))
         files = {suffix: write(folder, suffix, raw, cuts) for suffix in SUFFIXES}
-        parts = cut(raw, *cuts)
-        streams = [xz_stream(parts[i : i + of], data.draw(kinds)) for i in range(0, len(parts), of)]
-        files["blocks"] = folder / "blocks.jsonl.xz"
-        files["blocks"].write_bytes(streams[0] + b"".join(data.draw(zeros) + one for one in streams[1:]))
         for found in (
             *index_files(files, folder / "cache"),
             *index_files(files, folder / "cache"),
@@ -232,240 +180,33 @@ def plan(size: int, every: int) -> list[int]:
     return list(range(every, size, every))
 
 
-@pytest.mark.parametrize("joined", [0, 400, 32 * 1024])
-@pytest.mark.parametrize("filters", ["lzma2", "delta", "x86", "x86 delta"])
-@pytest.mark.parametrize("check", CHECKS)
-def test_blocks_of_an_xz_stream_are_read_in_place(
-    tmp_path: Path, check: str, filters: str, joined: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(index, "MEMBER_BYTES", 200)
-    monkeypatch.setattr(index, "JOINED_BYTES", joined)
-    before: dict[str, list[dict[str, int]]] = {
-        "x86": [{"id": lzma.FILTER_X86}],
-        "delta": [{"id": lzma.FILTER_DELTA, "dist": 3}],
-    }
-    chain = [one for name in filters.split() for one in before.get(name, [])] + LZMA2
-    path = tmp_path / "x.jsonl.xz"
-    a, b, c = cut(TEXT, 901, 1500)
-    streams = [xz_stream(cut(part, *plan(len(part), 150)), CHECKS[check], chain) for part in (a, b, b"", c)]
-    path.write_bytes(streams[0] + bytes(8) + streams[1] + streams[2] + bytes(4) + streams[3])
-    plain = find(write(tmp_path, ""), tmp_path / "cache")
-    for _ in range(2):  # made, then cached
-        found = find(path, tmp_path / "cache")
-        assert found.members is not None
-        assert found.shard.sha256 == plain.shard.sha256
-        assert found.starts.tolist() == plain.starts.tolist()
-        assert joined or found.members.shape[1] - 1 >= len(TEXT) // 150
-        reader = JsonlReader([found], MemberCache(0))
-        for row in np.random.default_rng(1).permutation(30).tolist():
-            assert reader.read(np.array([row])) == [ROWS[row]]
-        assert reader.read(np.arange(30)[::-1]) == ROWS[::-1]
-    assert copies(tmp_path / "cache") == []
-
-
 @pytest.mark.skipif(not shutil.which("xz"), reason="needs the xz tool")
 @pytest.mark.parametrize(
-    "options",
-    [
-        "-T2 --block-size=4KiB",  # sizes in the heads of blocks
-        "-T1 --block-size=4KiB",  # none
-        "-T2 -0 --block-list=1KiB,9KiB,0",
-        "-T2 --block-size=4KiB --check=none",
-        "-T1 --block-size=4KiB --check=crc32",
-        "-T2 --block-size=4KiB --check=sha256",
-        "-T1 --block-size=4KiB --x86 --lzma2",
-        "-T2 --block-size=4KiB --delta=dist=2 --lzma2=preset=0,lc=0,lp=2",
-        "-T2 -9e --block-size=4KiB",
-    ],
+    "options", ["-T2 --block-size=4KiB", "-T1 --block-list=1KiB,9KiB,0 --check=none", "-T1 --x86 --lzma2", "-9e"]
 )
-def test_what_the_xz_tool_writes_is_read_by_block(
-    tmp_path: Path, options: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(index, "MEMBER_BYTES", 10_000)
-    monkeypatch.setattr(index, "JOINED_BYTES", 3000)
-    noise = bytes(32 + n % 90 for n in np.random.default_rng(0).integers(0, 1 << 30, 9000).tolist())
-    rows = [*ROWS * 6, {"noise": noise.decode()}, *ROWS]  # also chunks that lzma could not make smaller
-    raw = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path, run = tmp_path / "x.jsonl.xz", ["xz", *options.split()]
-    packed = [subprocess.run(run, input=part, capture_output=True, check=True).stdout for part in cut(raw, 13_000)]
-    path.write_bytes(b"".join(packed))
-    found = find(path, tmp_path / "cache")
-    assert found.members is not None
-    assert found.members.shape[1] - 1 >= 4
-    assert read(path, tmp_path / "cache") == rows
-    reader = JsonlReader([found], MemberCache(0))
-    assert [reader.read(np.array([i]))[0] for i in range(len(rows) - 1, -1, -1)] == rows[::-1]
-    assert copies(tmp_path / "cache") == []
-
-
-def test_an_index_of_many_blocks_is_stepped_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of 2,600 records of 2 and more bytes, from its last blocks on to the next stream."""
-    monkeypatch.setattr(index, "JOINED_BYTES", 700)
-    path, raw = tmp_path / "x.jsonl.xz", TEXT * 20
-    a, b, c = cut(raw, 2600 * 3, 2600 * 3 + 20 * 200)
-    path.write_bytes(xz_stream(cut(a, *plan(len(a), 3))) + xz_stream(cut(b, *plan(len(b), 200))) + xz_stream([c]))
-    found = find(path, tmp_path / "cache")
-    assert found.members is not None
-    assert found.members[1].tolist().count(2600 * 3) == 0  # joined
-    reader = JsonlReader([found], MemberCache(0))
-    assert [reader.read(np.array([i]))[0] for i in range(600)] == ROWS * 20
-
-
-def test_blocks_that_are_too_large_are_read_from_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "MEMBER_BYTES", 149)
-    path = tmp_path / "x.jsonl.xz"
-    path.write_bytes(xz_stream(cut(TEXT, *plan(len(TEXT), 150))))
-    assert read(path, tmp_path / "cache") == ROWS
-    assert len(copies(tmp_path / "cache")) == 1
-
-
-def test_streams_that_are_checked_another_way_than_the_first_are_read_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(index, "JOINED_BYTES", 0)
-    a, b, c = cut(TEXT, 500, 1000)
-    path = tmp_path / "x.jsonl.xz"
+def test_what_the_xz_tool_writes_is_read(tmp_path: Path, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks in one stream count as one member."""
+    raw, path = TEXT * 12, tmp_path / "x.jsonl.xz"
+    run = ["xz", *options.split()]
     path.write_bytes(
-        xz_stream(cut(a, 100)) + xz_stream(cut(b, 100), lzma.CHECK_CRC32) + xz_stream(cut(c, 100), lzma.CHECK_CRC64)
+        b"".join(subprocess.run(run, input=part, capture_output=True, check=True).stdout for part in cut(raw, 13_000))
     )
-    found = find(path, tmp_path / "cache")
-    assert found.members is not None
-    assert found.members[1].tolist() == [0, 100, 500, 1000, 1100, len(TEXT)]
-    assert read(path, tmp_path / "cache") == ROWS
+    assert read(path, tmp_path / "cache") == ROWS * 12
+    assert copies(tmp_path / "cache") == []
+    monkeypatch.setattr(index, "MEMBER_BYTES", 10_000)
+    assert read(path, tmp_path / "other") == ROWS * 12
+    assert len(copies(tmp_path / "other")) == 1
 
 
-def test_a_stream_of_many_blocks_that_was_cut_anywhere_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(index, "JOINED_BYTES", 0)
-    lines = TEXT.splitlines(keepends=True)
-    packed = [xz_stream(lines[0:3]), xz_stream(lines[3:5])]
-    ends, whole = {0: 0, len(packed[0]): 3, len(packed[0] + packed[1]): 5}, b"".join(packed)
-    path = tmp_path / "x.jsonl.xz"
-    for size in range(len(whole) + 1):
-        path.write_bytes(whole[:size])
-        if size in ends:
-            assert read(path, tmp_path / "cache") == ROWS[: ends[size]]
-        else:
-            with pytest.raises(DataError, match=rf"x\.jsonl\.xz ends at compressed byte {size}, in the middle"):
-                read(path, tmp_path / "cache")
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_a_damaged_byte_among_blocks_is_refused(tmp_path: Path, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While indexing, and in a block that is read later; only text without any check may be damaged unseen."""
-    monkeypatch.setattr(index, "JOINED_BYTES", 0)
-    path, cache = tmp_path / "x.jsonl.xz", tmp_path / "cache"
-    lines = TEXT.splitlines(keepends=True)[:5]
-    whole = xz_stream(lines[:3], CHECKS[check]) + xz_stream(lines[3:], CHECKS[check])
-    path.write_bytes(whole)
-    found = find(path, cache)
-    assert found.members is not None
-    begins = found.members[0].tolist()
-    monkeypatch.setattr(LineIndex, "check", lambda *_: None)  # a change that size and time do not show
-    for at in range(len(whole)):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
-        if check != "none":
-            with pytest.raises(DataError, match=r"x\.jsonl\.xz.* compressed byte \d|is no xz file"):
-                find(path, cache)
-        reader, bad = JsonlReader([found], MemberCache(0)), int(np.searchsorted(begins, at, side="right")) - 1
-        for row in range(5):
-            with contextlib.suppress(DataError):
-                raw = reader._raw(np.array([row]))[0]
-                assert raw == lines[row] or (row == bad and check == "none")
-                begin = int(begins[row])
-                in_block = begin + 12 * (row in (0, 3)) <= at < begin + len(xz_block(lines[row], CHECKS[check])[0])
-                assert row != bad or check == "none" or not in_block, "damage that nobody saw"
-
-
-def test_an_index_that_is_not_that_of_the_blocks_is_refused(tmp_path: Path) -> None:
-    path, flags = tmp_path / "x.jsonl.xz", bytes([0, lzma.CHECK_CRC64])
-    blocks = [xz_block(part) for part in cut(TEXT, 500, 1000)]
-    right, huge = [(size, text) for _, size, text in blocks], (1 << 63) - 1
-    head = xz_stream([])[:12]
-    body = b"".join(block for block, _, _ in blocks)
-
-    def outcome_of(body: bytes, index: bytes, footer: bytes | None = None) -> str:
-        path.write_bytes(head + body + index + (footer or xz_footer(index, flags)))
-        tracemalloc.start()
-        try:
-            return "" if read(path, tmp_path / "cache") == ROWS else "other rows"
-        except DataError as error:
-            return str(error)
-        finally:
-            assert tracemalloc.get_traced_memory()[1] < 8 << 20
-            tracemalloc.stop()
-
-    assert outcome_of(body, xz_index(right)) == ""
-    lies: list[tuple[bytes, bytes]] = [
-        (body, xz_index(right[:2])),
-        (body, xz_index([*right, right[0]])),
-        (body, xz_index(right[::-1])),
-        (body, xz_index(right, huge)),
-        (body, xz_index(right, 1 << 62)),
-        (body, xz_index(right, 0)),
-        (body, xz_index([])),
-        (body, xz_index([(1 << 62, 1 << 62), *right[1:]])),
-        (body, xz_index([*right[:2], (right[2][0], 1 << 62)])),
-        (body, xz_index([(right[0][0], huge), (right[1][0], huge), right[2]])),
-        (body, xz_index([(0, text) for _, text in right])),
-        (body, checked(b"\0" + b"\xff" * 11)),  # a number without an end
-        (blocks[0][0] + blocks[2][0], xz_index(right)),  # a block is gone
-        (blocks[0][0] + blocks[2][0] + blocks[1][0], xz_index(right)),
-        (body + body, xz_index(right)),
-        (body[:-4], xz_index(right)),
-        (body + bytes(4), xz_index(right)),
-    ]
-    for i, (text, lie) in enumerate(lies):
-        assert "x.jsonl.xz: the xz member that starts at compressed byte 0 cannot" in outcome_of(text, lie), i
-    index = xz_index(right)
-    assert "cannot be read" in outcome_of(body, index, xz_footer(index * 2, flags))
-    assert "cannot be read" in outcome_of(body, index, xz_footer(index, bytes([0, 1])))
-
-
-def test_sizes_of_blocks_that_are_lies_are_refused(tmp_path: Path) -> None:
-    """Block heads with sizes that are not true, and chunks that claim more than there is."""
-    block, size, text = xz_block(TEXT)
-    head, path = xz_stream([])[:12], tmp_path / "x.jsonl.xz"
-    length = 4 * (block[0] + 1)
-    for flags, numbers in [
-        (0x40, [1 << 62]),
-        (0x80, [1 << 62]),
-        (0xC0, [1 << 62, 1 << 62]),
-        (0xC0, [7, 7]),
-        (0x3C, []),
-    ]:
-        body = bytes([block[1] | flags]) + b"".join(map(number, numbers)) + block[2 : length - 4].rstrip(b"\0") + b"\0"
-        body += bytes(-(len(body) + 1) % 4)
-        new = checked(bytes([(len(body) + 1) // 4]) + body)
-        index = xz_index([(size - length + len(new), text)])
-        path.write_bytes(head + new + block[length:] + index + xz_footer(index, bytes([0, 4])))
-        with pytest.raises(DataError, match=r"x\.jsonl\.xz: the xz member that starts at compressed byte 0 cannot"):
-            read(path, tmp_path / "cache")
-    for control in range(256):
-        path.write_bytes(head + block[:length] + bytes([control]) + b"\xff" * 4 + block[length:] * 3)
-        with pytest.raises(DataError, match=r"x\.jsonl\.xz: the xz member|x\.jsonl\.xz ends at"):
-            read(path, tmp_path / "cache")
-
-
-@pytest.mark.parametrize("zeros", [1, 2, 3, 4, 6, 8, 20, 70_000, 1 << 20])
-def test_zeros_between_xz_streams_are_harmless_in_fours_and_refused_at_the_end(tmp_path: Path, zeros: int) -> None:
-    path = tmp_path / "x.jsonl.xz"
-    a, b = cut(TEXT, 900)
-    first, second = xz_stream(cut(a, 200, 400)), xz_stream(cut(b, 200, 400))
-    path.write_bytes(first + bytes(zeros) + second)
+@pytest.mark.parametrize("zeros", [1, 4, 70_000])
+def test_zeros_behind_xz_streams_are_refused(tmp_path: Path, zeros: int) -> None:
+    """The format allows some; a crash and an unfinished download leave them in the place of rows."""
+    path, (a, b) = tmp_path / "x.jsonl.xz", map(lzma.compress, cut(TEXT, 900))
     says = r"x\.jsonl\.xz: behind the xz data, which ends at compressed byte {}, comes something else: b'\\x00"
-    if zeros % 4:
-        with pytest.raises(DataError, match=says.format(len(first))):
+    for whole, end in ((a + bytes(zeros) + b, len(a)), (a + b + bytes(zeros), len(a + b))):
+        path.write_bytes(whole)
+        with pytest.raises(DataError, match=says.format(end) if zeros > 7 else "compressed byte"):
             read(path, tmp_path / "cache")
-    else:
-        assert read(path, tmp_path / "cache") == ROWS
-    path.write_bytes(first + second + bytes(zeros))
-    with pytest.raises(DataError, match=says.format(len(first + second))):
-        read(path, tmp_path / "cache")
-    path.write_bytes(bytes(zeros) + first + second)
-    with pytest.raises(DataError, match="is no xz file|in the middle"):
-        read(path, tmp_path / "cache")
 
 
 def test_a_zstd_file_with_a_seek_table_is_read_by_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,7 @@ def test_an_index_of_another_format_is_made_again_without_a_word(
     file = next((cache / "index").glob("*.idx"))
     file.write_bytes(file.read_bytes().replace(b'"members"', b'"unknown"'))
     assert index_files({"x": path}, cache)[0].shard.rows == 3
-    assert b'"format": 3' in file.read_bytes()
+    assert b'"format": 4' in file.read_bytes()
     assert not caplog.records
 
 

@@ -2,8 +2,7 @@
 
 gzip, zstd, bzip2 and xz files are rows of members (gzip's word; frames, streams) that decompress alone. Where all are
 small (bgzip, pbzip2, parts joined with cat) rows are read in place; it costs the members they lie in. Within a larger
-member a row costs all that comes before it, so such a file gets a decompressed copy in the cache folder. The blocks of
-an xz stream count as members as well (`blocks.py`).
+member a row costs all that comes before it, so such a file gets a decompressed copy in the cache folder.
 
 A stream holds no more than one block, whatever the file claims to hold, and copies are bounded in bytes. There is no
 limit to the ratio: text of few distinct rows rightly shrinks a thousandfold.
@@ -16,6 +15,7 @@ import fcntl
 import functools
 import importlib
 import logging
+import lzma
 import os
 import shlex
 import shutil
@@ -23,12 +23,11 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from zephon.errors import DataError, RecipeError, UsageError
-from zephon.formats.blocks import HEADER_BYTES, MAGIC, XzDecoder, padding
 from zephon.formats.shared import private_name
 
 logger = logging.getLogger(__name__)
@@ -115,17 +114,13 @@ CODECS = (
         _zstd_decoder,
     ),
     Codec("bzip2", ".bz2", "bzip2", (b"BZh",), bz2.BZ2Decompressor),
-    Codec("xz", ".xz", "xz", (MAGIC,), functools.partial(XzDecoder, _MEMORY)),
+    Codec("xz", ".xz", "xz", (b"\xfd7zXZ\0",), functools.partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, _MEMORY)),
 )
 
 
 def codec_of(path: str | Path) -> Codec | None:
-    """How a file is compressed, which its suffix says, and for xz its header; None where it is plain."""
-    codec = next((codec for codec in CODECS if str(path).endswith(codec.suffix)), None)
-    if codec and codec.name == "xz":
-        with contextlib.suppress(OSError), Path(path).open("rb") as file:
-            return replace(codec, decoder=functools.partial(XzDecoder, _MEMORY, file.read(HEADER_BYTES)))
-    return codec
+    """How a file is compressed, which its suffix says; None where it is plain."""
+    return next((codec for codec in CODECS if str(path).endswith(codec.suffix)), None)
 
 
 class Piece(NamedTuple):
@@ -136,29 +131,21 @@ class Piece(NamedTuple):
     at: int
 
 
-def decompress(
-    read: Callable[[int], bytes | None], codec: Codec, path: str, at: int = 0, whole: bool = False
-) -> Iterator[Piece]:
+def decompress(read: Callable[[int], bytes | None], codec: Codec, path: str, at: int = 0) -> Iterator[Piece]:
     """Decompress members until `read` gives no more; `at` is where it begins. Empty members give an empty piece.
-
-    Where this is not a `whole` file, it may begin with, and end before, any block of an xz stream.
 
     Raises:
         DataError: the file is cut, damaged or something else; names the compressed byte.
     """
-    view, first = b"", at
+    view = b""
     while view or (view := read(_IN) or b""):
         while len(view) < 8 and (more := read(_IN)):
             view += more
+        _check_head(view, codec, path, at)
         start, decoder, data = at, codec.decoder(), b""
-        xz = decoder if isinstance(decoder, XzDecoder) else None
-        if not (xz and at == first > 0):  # there, a block is right as well
-            _check_head(view, codec, path, at)
         while not decoder.eof:
             if decoder.needs_input:
                 data, view = view or read(_IN) or b"", b""
-                if not data and xz and xz.place.between and not whole:
-                    return
                 if not data:
                     raise DataError(_cut(path, codec, at, start))
                 at += len(data)
@@ -172,13 +159,10 @@ def decompress(
                     f"shows in the {_IN >> 10} KiB before byte {at} ({error}; a decoder may use {_MEMORY >> 20} MiB). "
                     "The rows from there on would be lost. Get the file again, or write it again."
                 ) from error
-            yield Piece(start + xz.place.block if xz else start, out, at)
+            yield Piece(start, out, at)
             data = b""
         view = decoder.unused_data
         at -= len(view)
-        if xz:
-            zeros, view = padding(read, view, whole)
-            at += zeros
 
 
 def _check_head(head: bytes, codec: Codec, path: str, at: int) -> None:
@@ -226,7 +210,7 @@ class CompressedFile:
         with self.path.open("rb", buffering=0) as file:
             bgzf = self.codec.name == "gzip" and (file.read(16) or b"")[12:] == b"BC\x02\0"
             file.seek(0)
-            for piece in decompress(file.read, self.codec, str(self.path), whole=True):
+            for piece in decompress(file.read, self.codec, str(self.path)):
                 self.at, data = piece.at, piece.data
                 given, member = len(data) + (given if piece.start == member else 0), piece.start
                 if note and not note(piece):
@@ -246,8 +230,7 @@ class CompressedFile:
         """A command that writes the file in parts that can be read in place."""
         old, tool = shlex.quote(str(self.path)), self.codec.tool
         new = shlex.quote(str(self.path.with_name(f"parts-{self.path.name}")))
-        writer = {"gzip": "bgzip", "xz": "xz -T0 --block-size=1MiB"}.get(tool)
-        also = f" ({writer.split()[0]} does it as well: {tool} -dc {old} | {writer} > {new})" if writer else ""
+        also = f" (bgzip does it as well: {tool} -dc {old} | bgzip > {new})" if tool == "gzip" else ""
         return f"`{tool} -dc {old} | split --line-bytes=256K --filter='{tool} -c' - > {new}`{also}"
 
 

@@ -47,7 +47,7 @@ Progress = Callable[[int, int], None]
 JOINED_BYTES = 32 * 1024
 """Smaller neighbours count as one member, so that a table of members never outgrows the one of rows."""
 
-_FORMAT = 3
+_FORMAT = 4
 _BLOCK = 32 * 1024 * 1024  # bytes one thread takes at a time: 8 blocks in flight stay under 1 GiB with their masks
 _THREADS = 8
 _MAPPED_BYTES = 256 * 1024  # indexes up to this are read; 1,000 shards of one row need not keep 1,000 files open
