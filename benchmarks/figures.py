@@ -19,7 +19,7 @@ OURS, LIMIT, THEIRS = "#1b7837", "#666666", "#b35806"
 
 def main() -> None:
     for name, draw in (("peers", peers), ("lanes", lanes), ("state", state)):
-        if data := newest(name):
+        if data := newest_peers() if name == "peers" else newest(name):
             figure = draw(data)
             figure.text(0.99, 0.01, f"{data['command']}   {data['when'][:10]}", ha="right", fontsize=7, color="#888888")
             figure.savefig(RESULTS / f"{name}.png", dpi=110)
@@ -33,10 +33,20 @@ def newest(theme: str) -> dict[str, Any] | None:
     return json.loads(files[-1].read_text()) if files else None
 
 
+def newest_peers() -> dict[str, Any] | None:
+    """The latest session of each work in which all sides ran."""
+    found = [json.loads(path.read_text()) for path in RESULTS.glob("peers_*.json") if "some" not in path.stem]
+    data: dict[str, Any] = {}
+    for session in sorted(found, key=lambda one: one["when"]):
+        data |= {"command": "make bench-peers", "when": session["when"]}
+        data |= {letter: {**session[letter], "when": session["when"]} for letter in "TSV" if letter in session}
+    return data or None
+
+
 def peers(data: dict[str, Any]) -> Any:
     """CPU of every loader on every work, cheapest first; a logarithmic axis, as they are up to 60 times apart."""
     works = {"T": "long documents", "S": "short documents", "V": "captioned images"}
-    works = {letter: title for letter, title in works.items() if letter in data}
+    works = {letter: f"{title}, {data[letter]['when'][:10]}" for letter, title in works.items() if letter in data}
     sizes = [len(data[letter]["medians"]) for letter in works]
     figure, axes = plt.subplots(len(works), 1, figsize=(10, 1.5 + 0.2 * sum(sizes)), height_ratios=sizes, squeeze=False)
     for (letter, title), axis in zip(works.items(), axes[:, 0], strict=True):

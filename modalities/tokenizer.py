@@ -53,7 +53,7 @@ class TextTokenizer(Encoder):
         super().__init__(self._own.renamed(self._names) if self.hidden else self._own)
         self.compare(self._contexts(), "control tokens")
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Hash of the file, the ids of BOS and EOS, and the library that defines ids; fastokens gives the same ones."""
         library = f"{self._own.name} {version(self._own.name)}"

@@ -1,5 +1,6 @@
 """The results as pictures."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,14 @@ def saves(found: dict[str, Any]) -> Any:
         for axis, (name, title) in zip(axes, panels, strict=True):
             line = "-" if kind == "text" else "--"
             steps = [row["step"] for row in rows]
-            axis.plot(steps, [row[name] for row in rows], line, marker=marker, color=tone, label=label, markersize=4)
+            share = math.log2(lanes) / 8 if mine else 0.4  # the more lanes, the stronger
+            looks = {
+                "color": tone,
+                "alpha": 0.4 + 0.6 * share,
+                "linewidth": 0.8 + 2 * share,
+                "markersize": 3 + 4 * share,
+            }
+            axis.plot(steps, [row[name] for row in rows], line, marker=marker, label=label, **looks)
             axis.set_title(title, fontsize=9, loc="left")
     steps = sorted({row["step"] for row in found["rows"]})
     for axis in axes:

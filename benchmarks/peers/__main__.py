@@ -148,10 +148,15 @@ def show(letter: str, found: dict[str, dict[str, float]], failed: dict[str, str]
         print(f"{side:40}FAILED {why}")
 
 
+def sides(args: Args, letter: str) -> dict[str, Side]:
+    """What is compared on a work, by name."""
+    every = images() if letter == "V" else text(letter == "S")
+    return {name: side for name, side in every.items() if re.search(args.only, name)}
+
+
 def compare(args: Args, letter: str, data: dict[str, str], tokenizer: Path, eos: int) -> dict[str, Any]:
     """All rounds of one work."""
-    chosen = images() if letter == "V" else text(letter == "S")
-    chosen = {name: side for name, side in chosen.items() if re.search(args.only, name)}
+    chosen = sides(args, letter)
     rounds = {name: list[dict[str, Any]]() for name in chosen}
     folder = venvs.ROOT / "data" / letter
     folder.mkdir(parents=True, exist_ok=True)
@@ -215,7 +220,7 @@ def measure(args: Args) -> None:
         folder = args.images.resolve()
         works["V"] = {"tar": str(folder / "wds"), "parquet": str(folder / "parquet")}
 
-    needed = {side.venv for letter in works for side in (images() if letter == "V" else text(False)).values()}
+    needed = {side.venv for letter in works for side in sides(args, letter).values()}
     unusable: dict[str, str] = {}
     for name in sorted(needed - {""}):
         try:
@@ -229,14 +234,14 @@ def measure(args: Args) -> None:
         kinds = {"energon": "energon"} | ({} if letter == "V" else {"mosaic": "mds", "litdata": "litdata"})
         source = formats["tar" if letter == "V" else "jsonl"]
         for venv, kind in kinds.items():
-            if venv not in unusable:
+            if venv in needed and venv not in unusable:
                 formats[kind] = convert(venv, kind, source)
 
     results = {letter: compare(args, letter, works[letter], tokenizer, eos) for letter in args.works if letter in works}
     data = {letter: {kind: about(Path(path)) for kind, path in works[letter].items()} for letter in results}
     pins = {name: venvs.requirements(name) for name in sorted(needed - {""})}
     command = " ".join(["python -m benchmarks.peers", *(Path(arg).name for arg in sys.argv[1:])])
-    theme = "peers" if set(works) == set("TSV") else f"peers_{''.join(works)}"
+    theme = "_".join(["peers", *results, *["some"] * bool(args.only)])
     write(theme, {"command": command, "data": data, "pins": pins, "unusable": unusable, **results})
 
 
