@@ -53,6 +53,9 @@ def main() -> None:
             while True:
                 next(loader)
     RESULTS.mkdir(exist_ok=True)
+    spy_path = Path(sys.executable).with_name("py-spy")
+    if not spy_path.exists():
+        raise SystemExit(f"{spy_path} is missing. Install the extra: pip install -e '.[bench]' (`make bench` does).")
     graph, raw = RESULTS / f"flame_{args.name}.svg", RESULTS / f"flame_{args.name}.raw"
     command = [sys.executable, "-m", "benchmarks.flame", str(args.recipe), "--one"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={"OMP_NUM_THREADS": "1", **os.environ}) as child:
@@ -62,7 +65,7 @@ def main() -> None:
             time.sleep(4.0)  # queues fill, caches warm
             for kind, out in (("flamegraph", graph), ("raw", raw)):
                 spy = [
-                    Path(sys.executable).with_name("py-spy"),
+                    spy_path,
                     "record",
                     "--native",
                     "--rate",
