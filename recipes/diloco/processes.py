@@ -28,6 +28,9 @@ _LIMIT = 600.0  # seconds that a run may take
 _AGAIN = 0.2  # seconds between two tries to join
 _SOON, _FAILURES = 120.0, 3  # a learner that fails so soon after so many starts fails for a reason of its own
 
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a trainer of this process, or torchrun around it, has set: learners would take themselves for its ranks."""
+
 
 def die_with_parent() -> None:
     """Have the kernel kill this process, even a stopped one, when its parent is gone (Linux)."""
@@ -96,7 +99,8 @@ class Processes:
         self.stop()
 
     def _start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        ours = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+        environment = ours | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with (self.run.folder / "log" / f"{name}.txt").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "recipes.diloco.processes", *command],
