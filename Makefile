@@ -24,7 +24,7 @@ demo: $(STAMP)  ## train, kill, resume on 1 and on 4 ranks; compare every batch 
 demo-vlm: $(STAMP)  ## the same with images and text in one stream, on Qwen 3.5's micro model (about 5 minutes)
 	$(BIN)/python -m recipes.demo.vlm
 
-demo-diloco: $(STAMP)  ## 4 decoupled learners, two killed, one slowed, beside data-parallel under the same faults (about 10 minutes)
+demo-diloco: $(STAMP)  ## 4 decoupled learners, two killed, one slowed, beside data-parallel under the same faults (about 10 minutes; ARGS='--seconds 180')
 	$(BIN)/python -m recipes.diloco.demo $(ARGS)
 
 test: $(STAMP)  ## the tests, without the slow ones (about 11 minutes on 2 cores)

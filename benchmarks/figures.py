@@ -18,8 +18,10 @@ OURS, LIMIT, THEIRS = "#1b7837", "#666666", "#b35806"
 
 
 def main() -> None:
-    for name, draw in (("peers", peers), ("lanes", lanes), ("state", state)):
-        if data := newest_peers() if name == "peers" else newest(name):
+    for name, data, draw in (
+        ("peers", newest_peers(), peers), ("lanes", newest("lanes"), lanes), ("state", newest("state"), state),
+    ):  # fmt: skip
+        if data:
             figure = draw(data)
             figure.text(0.99, 0.01, f"{data['command']}   {data['when'][:10]}", ha="right", fontsize=7, color="#888888")
             figure.savefig(RESULTS / f"{name}.png", dpi=110)

@@ -64,15 +64,7 @@ def main() -> None:
             child.stdout.readline()
             time.sleep(4.0)  # queues fill, caches warm
             for kind, out in (("flamegraph", graph), ("raw", raw)):
-                spy = [
-                    spy_path,
-                    "record",
-                    "--native",
-                    "--rate",
-                    "200",
-                    "--format",
-                    kind,
-                ]
+                spy = [spy_path, "record", "--native", "--rate", "200", "--format", kind]
                 subprocess.run([*spy, "-d", str(args.seconds // 2), "-o", out, "-p", str(child.pid)], check=True)
         finally:
             child.kill()
