@@ -72,7 +72,7 @@ def drawn_positions(stream: Stream, lane: int, state: LaneState) -> int:
             if count:
                 numbers = source.catalogue.chunks.rows(rows.chunk[:count], rows.row[:count])
                 total += int(np.sum(stream.worker.measure(number, numbers, numbers * 0).positions))
-        total += at.offset
+        total += state.sources[number].offset
     return total
 
 

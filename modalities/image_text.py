@@ -151,10 +151,10 @@ class ImageText:
         except EncodeError as error:
             owners = [number for number, one in enumerate(found) for _ in range(one.texts)]
             raise BadRowError(owners[error.text], f"{error}. Remove the row.") from error
-        at = 0
+        at, bounds = 0, offsets.tolist()
         samples: list[tuple[Mixed | None, int, tuple[Atom, ...]]] = []
         for number, one in enumerate(found):
-            encoded = [ids[offsets[at + i] : offsets[at + i + 1]] for i in range(one.texts)]
+            encoded = [ids[bounds[at + i] : bounds[at + i + 1]] for i in range(one.texts)]
             at += one.texts
             try:
                 samples.append(self._sample(one, encoded))

@@ -13,7 +13,8 @@ REF = st.builds(Ref, st.integers(0, 20), NUMBER, NUMBER, st.integers(0, 1023), s
 RANGE = st.builds(lambda ref, start, length: Range(ref, start, start + length), REF, NUMBER, NUMBER)
 SOURCE = st.builds(
     SourceState,
-    st.builds(Position, NUMBER, NUMBER, NUMBER, NUMBER),
+    st.builds(Position, NUMBER, NUMBER, NUMBER),
+    NUMBER,
     st.integers(-(2**60), 2**60),
     NUMBER,
     st.lists(NUMBER, max_size=4).map(tuple),
@@ -56,7 +57,7 @@ def test_equal_bytes_mean_equal_states(a: LaneState, b: LaneState) -> None:
 
 
 def test_two_sources_take_few_bytes() -> None:
-    source = SourceState(Position(300, 200, 0, 0), -(2**50), 10**9, (3, 0, 1))
+    source = SourceState(Position(300, 200, 0), 0, -(2**50), 10**9, (3, 0, 1))
     state = LaneState((source, source), Range(Ref(1, 2, 5000, 60, 0), 2048, 9000))
     assert len(state.encode("lane_00000", TAG)) <= 84
 

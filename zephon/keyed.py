@@ -15,6 +15,10 @@ chi-square lies within 1.4 standard deviations of its mean. Over 4 bits the same
 
 _MIN_BITS = 6
 
+_TABLE_SIZE = 1024
+"""Values of a half up to which each round is a table, made by one call for all rounds. To permute 52 of 52 numbers
+takes 31 us instead of 49, 192 of 192 39 instead of 223."""
+
 _MULTIPLY = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFT = (np.uint64(30), np.uint64(27), np.uint64(31))
 
@@ -57,27 +61,32 @@ def permute(n: int, key: Key, index: NDArray[np.int64]) -> NDArray[np.int64]:
     """
     bits = max(_MIN_BITS, (n - 1).bit_length())
     size = 1 << bits
-    out = index.astype(np.uint64)
+    out = index.astype(np.int64)
     flat = out.reshape(-1)
-    # A tiny range walks far (64 / n steps a number): look the steps up in a table instead (1,100 -> 90 us at n = 4).
-    table = _feistel(np.arange(size, dtype=np.uint64), bits, key) if bits == _MIN_BITS else None
+    # What walks far (64 / n steps a number in a tiny range) looks its steps up in a table of all.
+    table = _feistel(np.arange(size), bits, key) if size <= max(1 << _MIN_BITS, 2 * flat.size) else None
     todo = np.arange(flat.size)
     while todo.size:
-        x = _feistel(flat[todo], bits, key) if table is None else table[flat[todo].astype(np.int64)]
+        x = _feistel(flat[todo], bits, key) if table is None else table[flat[todo]]
         flat[todo] = x
         todo = todo[x >= n]
-    return out.astype(np.int64)
+    return out
 
 
-def _feistel(x: NDArray[np.uint64], bits: int, key: Key) -> NDArray[np.uint64]:
+def _feistel(x: NDArray[np.int64], bits: int, key: Key) -> NDArray[np.int64]:
     """A bijection on `range(2**bits)`: halves take turns in being changed by a function of the other half."""
-    low_bits = np.uint64(bits // 2)
-    low_mask = np.uint64((1 << (bits // 2)) - 1)
-    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    low_bits = bits // 2
+    low_mask, high_mask = (1 << low_bits) - 1, (1 << bits - low_bits) - 1
     low, high = x & low_mask, x >> low_bits
+    values = np.arange(high_mask + 1, dtype=np.uint64) if high_mask < max(_TABLE_SIZE, x.size) else None
+    tables = None if values is None else _mix(values ^ key[:, None]).view(np.int64)
+
+    def change(turn: int, half: NDArray[np.int64]) -> NDArray[np.int64]:
+        return _mix(half.view(np.uint64) ^ key[turn]).view(np.int64) if tables is None else tables[turn][half]
+
     for turn in range(0, ROUNDS, 2):
-        low = low ^ (_mix(high ^ key[turn]) & low_mask)
-        high = high ^ (_mix(low ^ key[turn + 1]) & high_mask)
+        low = low ^ (change(turn, high) & low_mask)
+        high = high ^ (change(turn + 1, low) & high_mask)
     return (high << low_bits) | low
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from zephon.errors import DataError, RestoreError, TopologyError
 from zephon.feed import Feeder
-from zephon.lane import Lane
+from zephon.lane import Lane, Mark
 from zephon.modality import LATE
 from zephon.recipe import divisors
 from zephon.restore import batch_sizes, compare_headers
@@ -95,7 +95,7 @@ class Stats(NamedTuple):
 
 @contextlib.contextmanager
 def _no_collection() -> Generator[None, None, None]:
-    """No search for garbage: 64 lanes of images take up 100,000 objects that all stay, in 0.8 s instead of 1.3."""
+    """No search for garbage: 64 lanes of images take up 100,000 objects that all stay, in XX s instead of XX."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -202,7 +202,7 @@ class Loader:
         self._handed += 1
         if self._handed == self._per_step:
             self._handed, self._step = 0, self._step + 1
-            self._states, skipped = self._sealed.popleft()
+            self._marks, skipped = self._sealed.popleft()
             self._skipped += skipped
             self._late_states = {lane: Counter(late) for lane, late in self._late.items() if late}
         self._feeder.top_up()
@@ -238,15 +238,17 @@ class Loader:
         self._check_between_steps()
         header = encode_header(self._stream.header(0 if self._island else self._step, self._history))
         tag = tag_of(header)
-        keys = {lane: lane_key(lane) for lane in self._states}
         # Ranks of a finite stream write the same bytes, while each builds, and so counts, only its own records.
-        states = self._states if self._finite else self._counted()
-        return {HEADER: header, **{keys[lane]: state.encode(keys[lane], tag) for lane, state in states.items()}}
+        states = {lane_key(lane): state for lane, state in self._states(counted=not self._finite).items()}
+        return {HEADER: header, **{key: state.encode(key, tag) for key, state in states.items()}}
 
-    def _counted(self) -> dict[int, LaneState]:
-        """The states, with what was counted when their records were built."""
-        late = self._late_states
-        return {lane: state.with_late(late.get(lane, {})) for lane, state in self._states.items()}
+    def _states(self, counted: bool = True) -> dict[int, LaneState]:
+        """States after the last step that was handed over, with what was `counted` when their records were built."""
+        late = self._late_states if counted else {}
+        return {
+            lane.number: lane.state(self._marks[lane.number]).with_late(late.get(lane.number, {}))
+            for lane in self._lanes
+        }
 
     def _check_between_steps(self) -> None:
         if self._handed:
@@ -274,18 +276,19 @@ class Loader:
         if missing:
             raise RestoreError(f"The state lacks {missing}; it holds {sorted(state)}.")
         keys = {lane: lane_key(lane) for lane in self._hosted}
-        states = {lane: LaneState.decode(key, state[key], state[HEADER]) for lane, key in keys.items()}
-        if "weights" in restored.allowed:
-            states = {lane: one.without_deficits() for lane, one in states.items()}
-        self._history = restored.history
-        self._begin(restored.step, states)
+        with _no_collection():
+            states = {lane: LaneState.decode(key, state[key], state[HEADER]) for lane, key in keys.items()}
+            if "weights" in restored.allowed:
+                states = {lane: one.without_deficits() for lane, one in states.items()}
+            self._history = restored.history
+            self._begin(restored.step, states)
 
     def stats(self) -> Stats:
         """What has been delivered, from the states: exact, and the same however far workers are ahead."""
         names = [source.name for source in self._stream.sources]
         mixed, dropped = dict.fromkeys(names, 0), {name: dict[str, int]() for name in names}
         waiting = 0
-        for state in self._counted().values():
+        for state in self._states().values():
             waiting += sum(one.end - one.start for one in state.waiting)
             for source, known in zip(state.sources, self._stream.lane_sources, strict=True):
                 mixed[known.name] += source.mixed
@@ -303,24 +306,24 @@ class Loader:
 
     def _begin(self, step: int, states: dict[int, LaneState]) -> None:
         stream = self._stream
-        self._step, self._handed, self._states, self._loaded = step, 0, states, 0
+        self._step, self._handed, self._loaded = step, 0, 0
         self._failed: BaseException | None = None
-        self._sealed: deque[tuple[dict[int, LaneState], list[Skip]]] = deque()
+        self._sealed: deque[tuple[dict[int, Mark], list[Skip]]] = deque()
         self._skipped: list[Skip] = []
         self._behind: list[Skip] = []  # what a finite stream passes after its last step
         self._decided = step
         self._late = {lane: Counter[tuple[int, int]]() for lane in states}
         self._late_states: dict[int, Counter[tuple[int, int]]] = {}
         self._feeder = Feeder(stream.sources, stream.worker, stream.runner, stream.ahead_bytes)
-        with _no_collection():
-            samples = self._feeder.fetch([one.ref for state in states.values() for one in state.waiting])
-            lanes = [
-                Lane(lane, stream.lane_sources, stream.mix, stream.packer(), state, samples, self._feeder.fill)
-                for lane, state in states.items()
-            ]
+        samples = self._feeder.fetch([one.ref for state in states.values() for one in state.waiting])
+        self._lanes = lanes = [
+            Lane(lane, stream.lane_sources, stream.mix, stream.packer(), state, samples, self._feeder.fill)
+            for lane, state in states.items()
+        ]
         for lane in lanes:
             for feed in lane.feeds:
                 self._feeder.add(feed)
+        self._marks = {lane.number: lane.mark() for lane in lanes}
         self._plans = self._decide_finite(lanes[0]) if self._finite else self._decide(lanes)
         self._ahead: deque[Handle[Batch]] = deque()
         self._batch_bytes = 0
@@ -345,23 +348,23 @@ class Loader:
         return self._ahead.popleft()
 
     def _decide(self, lanes: list[Lane]) -> Iterator[Plan]:
-        """Plans of all steps to come, lane-major within a step; states are set aside as each lane ends its share."""
+        """Plans of all steps to come, lane-major within a step; marks are set aside as each lane ends its share."""
         while True:
-            states: dict[int, LaneState] = {}
+            marks: dict[int, Mark] = {}
             for lane in lanes:
                 for left in reversed(range(self._share)):
                     plan = lane.next_plan()
                     assert plan is not None, "lanes repeat their sources"
                     if not left:
-                        states[lane.number] = lane.state()
-                        if len(states) == len(lanes):
-                            self._seal(states, lanes)
+                        marks[lane.number] = lane.mark()
+                        if len(marks) == len(lanes):
+                            self._seal(marks, lanes)
                     yield plan
 
-    def _seal(self, states: dict[int, LaneState], lanes: list[Lane]) -> None:
-        """Set aside the states after a step that is decided, and the bad rows that its lanes came to."""
+    def _seal(self, marks: dict[int, Mark], lanes: list[Lane]) -> None:
+        """Set aside the marks after a step that is decided, and the bad rows that its lanes came to."""
         self._decided += 1
-        self._sealed.append((states, self._passed(lanes)))
+        self._sealed.append((marks, self._passed(lanes)))
 
     def _passed(self, lanes: list[Lane]) -> list[Skip]:
         """The bad rows that lanes came to since this was last asked."""
@@ -383,9 +386,9 @@ class Loader:
             while len(plans) < size and (plan := lane.next_plan()) is not None:
                 plans.append(plan)
             if len(plans) < size and not (plans and self._pad_last):
-                self._stream.tell_end(plans, lane.state(), self._decided)
+                self._stream.tell_end(plans, lane.state(lane.mark()), self._decided)
                 self._decided += 1
                 self._behind = self._passed([lane])
                 return
-            self._seal({0: lane.state()}, [lane])
+            self._seal({0: lane.mark()}, [lane])
             yield from (plans + [self._stream.room.empty()] * (size - len(plans)))[mine]

@@ -106,7 +106,7 @@ class SourceOrder:
         if not self._shuffled:
             return epoch, (lane + within) % n if self.shared else within
         chunk = np.empty_like(within)
-        for one in np.unique(epoch).tolist():
+        for one in range(int(epoch[0]), int(epoch[-1]) + 1):
             mine = epoch == one
             if self._groups:
                 who = ("lane", lane) if self.shared else ()
@@ -120,14 +120,14 @@ class SourceOrder:
 
     def _permuted(self, epoch: int, within: NDArray[np.int64]) -> NDArray[np.int64]:
         """Chunks at places of an epoch that all lanes share; small permutations are kept whole, for all lanes."""
-        n, key = self._chunks.count, make_key("chunks", self._seed, self._name, epoch)
+        n, tables = self._chunks.count, self._tables
         if n > _TABLE_CHUNKS:
-            return permute(n, key, within)
-        if epoch not in self._tables:
-            self._tables[epoch] = permute(n, key, np.arange(n))
-            if len(self._tables) > 2:  # lanes are at most two epochs apart nearly always
-                self._tables.popitem(last=False)
-        return self._tables[epoch][within]
+            return permute(n, make_key("chunks", self._seed, self._name, epoch), within)
+        if epoch not in tables:
+            tables[epoch] = permute(n, make_key("chunks", self._seed, self._name, epoch), np.arange(n))
+            if len(tables) > max(2, _TABLE_CHUNKS // n):
+                tables.popitem(last=False)
+        return tables[epoch][within]
 
 
 class _Groups:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from zephon.errors import RestoreError
-from zephon.types import Ref, Sample, Segment
+from zephon.types import Ref, Sample, Segment, maker
 
 FORMAT_VERSION = 3
 """Raised whenever the bytes below change their meaning."""
@@ -23,19 +23,17 @@ _NUMBER_BITS = 126  # most of a varint; deficits, the largest numbers, stay near
 
 
 class Position(NamedTuple):
-    """How far a lane has come in one source: the next sample to be mixed, and how much of it has been taken.
+    """How far a lane has come in one source: the next sample to be mixed.
 
     Attributes:
         group: number of the group.
         place: place of the row in its group.
         sample: number of the sample in the row.
-        offset: positions of it that have been taken.
     """
 
     group: int = 0
     place: int = 0
     sample: int = 0
-    offset: int = 0
 
 
 class Range(NamedTuple):
@@ -57,12 +55,14 @@ class SourceState(NamedTuple):
 
     Attributes:
         position: the next sample.
+        offset: positions of it that have been taken.
         deficit: from the mixer.
         mixed: positions that were handed to the packer so far.
         counters: what the modality counts, in its order.
     """
 
     position: Position
+    offset: int
     deficit: int
     mixed: int
     counters: tuple[int, ...]
@@ -109,7 +109,7 @@ class LaneState(NamedTuple):
         out = bytearray(tag)
         _put(out, len(self.sources))
         for source in self.sources:
-            for number in source.position:
+            for number in (*source.position, source.offset):
                 _put(out, number)
             _put(out, source.deficit * 2 if source.deficit >= 0 else -source.deficit * 2 - 1)
             _put(out, source.mixed)
@@ -160,22 +160,25 @@ class LaneState(NamedTuple):
     def _decode(numbers: Iterator[int]) -> "LaneState":
         sources: list[SourceState] = []
         for _ in range(next(numbers)):
-            position = Position(*(next(numbers) for _ in range(4)))
-            deficit = next(numbers)
+            group, place, sample, offset, deficit = itertools.islice(numbers, 5)
             deficit = -(deficit + 1) // 2 if deficit % 2 else deficit // 2
             mixed = next(numbers)
-            sources.append(SourceState(position, deficit, mixed, tuple(next(numbers) for _ in range(next(numbers)))))
+            counters = tuple(next(numbers) for _ in range(next(numbers)))
+            sources.append(SourceState(Position(group, place, sample), offset, deficit, mixed, counters))
         has_rest = next(numbers)
         sizes = [next(numbers) for _ in range(next(numbers))]
         count = has_rest + sum(sizes)
-        ranges = iter([_range(*itertools.islice(numbers, 6), sources=len(sources)) for _ in range(count)])
+        ranges = iter([_range(len(sources), *itertools.islice(numbers, 6)) for _ in range(count)])
         rest = next(ranges) if has_rest else None
         return LaneState(tuple(sources), rest, tuple(tuple(itertools.islice(ranges, size)) for size in sizes))
 
 
-def _range(both: int, epoch: int, chunk: int, row: int, start: int, length: int, *, sources: int) -> Range:
+def _range(sources: int, both: int, epoch: int, chunk: int, row: int, start: int, length: int) -> Range:
     sample, source = divmod(both, sources)
-    return Range(Ref(source, epoch, chunk, row, sample), start, start + length)
+    return _RANGE((_REF((source, epoch, chunk, row, sample)), start, start + length))
+
+
+_REF, _RANGE = maker(Ref), maker(Range)
 
 
 def _checksum(key: str, body: bytes) -> bytes:

@@ -21,7 +21,7 @@ RUNNING: dict[str, Any] = {
 }  # fmt: skip
 HEADER = encode_header({**RUNNING, "step": 5})
 STATE = LaneState(
-    (SourceState(Position(3, 2, 0, 17), -5, 1234, (0, 1)), SourceState(Position(), 5, 0, ())),
+    (SourceState(Position(3, 2, 0), 17, -5, 1234, (0, 1)), SourceState(Position(), 0, 5, 0, ())),
     Range(Ref(0, 1, 2, 3, 0), 4, 99),
     ((Range(Ref(1, 0, 2, 300, 1), 0, 9),), (Range(Ref(0, 1, 2, 3, 0), 0, 4), Range(Ref(0, 1, 2, 4, 0), 1, 2))),
 )
