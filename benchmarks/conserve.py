@@ -16,7 +16,7 @@ import tyro
 
 from benchmarks.report import about, write
 from zephon import Stream
-from zephon.loader import admissible_worlds
+from zephon.recipe import divisors
 from zephon.state import HEADER, LaneState
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     args = tyro.cli(Args)
     chosen = random.Random(1)  # which resizes to try; decides no data
     with Stream.open(args.recipe) as stream:
-        worlds = admissible_worlds(stream.recipe.lanes)
+        worlds = divisors(stream.recipe.lanes)
         state: dict[str, bytes] = {}
         delivered = padding = 0
         resizes: list[int] = []

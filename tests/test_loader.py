@@ -9,7 +9,8 @@ from small import documents, write_jsonl, write_recipe
 import zephon
 from zephon import DataError, RecipeError, RestoreError, Stream, TopologyError
 from zephon.digest import lane_digest, step_digest
-from zephon.loader import admissible_worlds, check_topology, owned_lanes
+from zephon.loader import check_topology, owned_lanes
+from zephon.recipe import divisors
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_ranks_own_consecutive_lanes() -> None:
     assert owned_lanes(0, 2, 8) == [0, 1, 2, 3]
     assert owned_lanes(3, 4, 8) == [6, 7]
     assert [owned_lanes(rank, 8, 8) for rank in range(8)] == [[rank] for rank in range(8)]
-    assert admissible_worlds(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
 def test_micro_batches_are_slices_of_the_lane_major_share(stream: Stream) -> None:

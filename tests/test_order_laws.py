@@ -256,6 +256,21 @@ def test_order_is_keyed_by_seed_name_epoch_and_lane() -> None:
     assert len(walks) == 16, "with fewer chunks than lanes each lane has its own permutation"
 
 
+def test_lanes_that_are_epochs_apart_share_one_permutation_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def noted(n: int, key: Any, index: Any) -> Any:
+        made.append(n)
+        return permute(n, key, index)
+
+    monkeypatch.setattr("zephon.order.permute", noted)
+    order = SourceOrder("name", ChunkTable([4096], 4), seed=3, lanes=256, window=16)
+    for turn in range(6):
+        for lane in (0, 100, 255):
+            order.group(lane, turn % 3 * 4)  # 4 chunks of a lane are an epoch
+    assert made.count(1024) == 3
+
+
 def test_rows_of_a_group_are_mixed_across_its_chunks() -> None:
     order = SourceOrder("name", ChunkTable([4096], 16), seed=3, lanes=2, window=128)
     assert order.draws_per_group == 8

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -61,8 +62,7 @@ class Feed:
         self._group, self._index = position.group, position.place
         self._skip = position.sample
         self._rows: Group | None = None
-        self._blocks = deque([_before(position)])
-        self._passed = 1
+        self.stand(position)
         self._waiting: deque[Iterator[Sample]] = deque()
         self.pop: Callable[[], Sample] = chain.from_iterable(iter(self._waiting.popleft, None)).__next__
         """Gives the next sample, where one is ready, without running Python. It counts as ready until `advance` says
@@ -84,9 +84,9 @@ class Feed:
         self._passed += 1
         self.ready -= 1
 
-    def finish(self, end: Position) -> None:
-        """A finite source has come to its end."""
-        self._blocks, self._passed = deque([_before(end)]), 1
+    def stand(self, position: Position) -> None:
+        """Stand before the sample at a position: the first, or the end of a finite source."""
+        self._blocks, self._passed = deque([_Block(position.group, (position.place,), (position.sample,))]), 1
 
     @property
     def ahead(self) -> int:
@@ -112,12 +112,14 @@ class Feed:
         rows = self._rows
         return Group(rows.epoch[first:end], rows.chunk[first:end], rows.row[first:end]), self._group, first
 
-    def put(self, rows: "_Rows", group: int, index: int, measured: Measured, first_row: int, first: int) -> int:
+    def put(
+        self, rows: Sequence[list[int]], group: int, index: int, measured: Measured, first_row: int, first: int
+    ) -> int:
         """Take in the measured samples of rows that `take` gave; returns the number of the sample behind them.
 
         Args:
-            rows: the rows.
-            group: their group.
+            rows: the columns of a `Group`.
+            group: its number.
             index: index of the first in its group.
             measured: the result of the task that held them.
             first_row: number of the first row in the task.
@@ -165,18 +167,12 @@ class _Block(NamedTuple):
     numbers: Sequence[int] = ()
 
 
-def _before(position: Position) -> _Block:
-    """A sample of which only what is behind it is known."""
-    group, place, sample = position
-    return _Block(group, (place,), (sample,))
-
-
 def position_of(block: _Block, passed: int) -> Position:
     """The position that a mark stands for."""
     return Position(block.group, block.places[passed - 1], block.numbers[passed - 1] if block.numbers else 0)
 
 
-_REF, _SAMPLE = maker(Ref), maker(Sample)
+_REF, _SAMPLE, _AHEAD = maker(Ref), maker(Sample), attrgetter("ahead")
 
 
 def _numbers(rows: Sequence[int]) -> list[int]:
@@ -194,9 +190,6 @@ def _some(found: Mapping[int, tuple[T, ...]], first: int, end: int) -> Iterable[
 
 _Part = tuple[Feed, int, int, int]
 """A feed, how many of a task's rows are its, and group and index of the first of them."""
-
-_Rows = tuple[list[int], list[int], list[int]]
-"""As `Group`."""
 
 
 class Feeder:
@@ -221,11 +214,6 @@ class Feeder:
         """Serve one more feed."""
         self._feeds[feed.source].append(feed)
 
-    @property
-    def rows_ahead(self) -> int:
-        """Rows measured or asked for, in all feeds."""
-        return sum(feed.ahead for feeds in self._feeds for feed in feeds)
-
     def fill(self, feed: Feed) -> None:
         """Return when `feed` has at least one sample, or has none any more."""
         while not feed.ready:
@@ -238,7 +226,7 @@ class Feeder:
     def top_up(self) -> None:
         """Where work is done ahead: ask for rows of the feeds that hold less than half of what they should."""
         while len(self._tasks) < self._runner.tasks:
-            emptiest = [min(feeds, key=_ahead) for feeds in self._feeds]
+            emptiest = [min(feeds, key=_AHEAD) for feeds in self._feeds]
             fills = [
                 (feed.ahead / self._wanted(feed.source)[feed.turns], feed.source) for feed in emptiest if not feed.ended
             ]
@@ -288,7 +276,7 @@ class Feeder:
             for feed in self._feeds[first.source]
             if feed.turns and 2 * feed.ahead < wanted[feed.turns] and not feed.ended and feed is not first
         ]
-        hungry.sort(key=_ahead)
+        hungry.sort(key=_AHEAD)
         room = max(1, TASK_BYTES // self._row_bytes[first.source])
         parts, groups = list[_Part](), list[Group]()
         for feed in (first, *hungry):
@@ -317,7 +305,3 @@ class Feeder:
             mine = slice(at, at + count)
             sample = feed.put((epochs[mine], chunks[mine], inside[mine]), group, index, measured, at, sample)
             at += count
-
-
-def _ahead(feed: Feed) -> int:
-    return feed.ahead

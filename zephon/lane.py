@@ -165,7 +165,7 @@ class Lane:
                 self._ended = True
             elif (end := _end(self._sources[source].order)) is not None:
                 self._ended = not self._mixer.retire(source)
-                self.feeds[source].finish(end)
+                self.feeds[source].stand(end)
         return None
 
     def _take_piece(self, source: int, sample: Sample) -> tuple[Sample, int, int]:

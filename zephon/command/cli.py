@@ -27,8 +27,8 @@ from zephon.command.saved import write_state
 from zephon.digest import lane_digest
 from zephon.errors import UsageError, ZephonError
 from zephon.ledger import LedgerWriter, compare_ledgers, ledger_line, read_ledger
-from zephon.loader import admissible_worlds, check_topology
-from zephon.recipe import Recipe
+from zephon.loader import check_topology
+from zephon.recipe import Recipe, divisors
 from zephon.run.skips import SkipWriter, read_skips
 from zephon.stream import Stream
 
@@ -80,7 +80,7 @@ def check(
             )
         worlds = [
             {"dp": world, "lanes_per_rank": lanes // world, "sequences_per_rank": size // world}
-            for world in admissible_worlds(lanes)
+            for world in divisors(lanes)
         ]
         if json:
             for row in rows:
