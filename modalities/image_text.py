@@ -262,28 +262,27 @@ class ImageText:
         self, parts: Sequence[Part], texts: list[Ids], headers: Sequence[Header], sizes: Sequence[tuple[int, int]]
     ) -> tuple[Mixed, int, tuple[Atom, ...]]:
         bos, eos, marks = self._tokenizer.bos, self._tokenizer.eos, self.marks
-        pieces = list[Ids]() if bos is None else [np.array([bos], np.int32)]
-        trained, pictures, at = [True] * len(pieces), list[Picture](), len(pieces)
-        waiting, ahead = iter(texts), zip(headers, sizes, strict=True)
+        runs = [self.geometry.tokens(*size) + 2 for size in sizes]
+        total = sum(map(len, texts)) + sum(runs) + (bos is not None) + (eos is not None)
+        ids, trained, pictures, at = np.empty(total, np.int32), np.ones(total, np.bool_), list[Picture](), 0
+        if bos is not None:
+            ids[0], at = bos, 1
+        waiting, ahead = iter(texts), zip(headers, sizes, runs, strict=True)
         for part in parts:
             if isinstance(part, str):
-                pieces.append(next(waiting))
+                text = next(waiting)
+                end = at + len(text)
+                ids[at:end] = text
             else:
-                header, (height, width) = next(ahead)
-                count = self.geometry.tokens(height, width)
+                header, (height, width), run = next(ahead)
+                end = at + run
                 pictures.append(Picture(part, at, height, width, header))
-                run = np.full(count + 2, marks.pad, np.int32)
-                run[0], run[-1] = marks.start, marks.end
-                pieces.append(run)
-            trained.append(isinstance(part, str))
-            at += len(pieces[-1])
+                ids[at], ids[at + 1 : end - 1], ids[end - 1] = marks.start, marks.pad, marks.end
+                trained[at:end] = False
+            at = end
         if eos is not None:
-            pieces.append(np.array([eos], np.int32))
-            trained.append(True)
-        ids = np.concatenate(pieces)
-        mask = np.repeat(np.array(trained), [len(piece) for piece in pieces])
-        positions = len(ids) - 1
-        return Mixed(ids, mask, tuple(pictures), self._style), positions, self._atoms(pictures, positions)
+            ids[at] = eos
+        return Mixed(ids, trained, tuple(pictures), self._style), total - 1, self._atoms(pictures, total - 1)
 
     def _atoms(self, pictures: list[Picture], positions: int) -> tuple[Atom, ...]:
         costs = [(self.geometry.patches(one.height, one.width), 1) for one in pictures]
