@@ -108,6 +108,26 @@ def test_a_state_is_a_snapshot(stream: Stream) -> None:
     assert digests(stream, 6, state=state) == expected
 
 
+def test_a_restore_measures_open_samples_only_when_it_goes_on(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = stream.loader()
+    loader.step_records()
+    state, stats = loader.state_dict(), loader.stats()
+    expected = digests(stream, 3, state=state)
+    measured: list[int] = []
+    measure = stream.worker.measure
+
+    def noted(source: int, rows: np.ndarray, epochs: np.ndarray) -> object:
+        measured.append(len(rows))
+        return measure(source, rows, epochs)
+
+    monkeypatch.setattr(stream.worker, "measure", noted)
+    loader = stream.loader()
+    loader.load_state_dict(state)
+    assert (loader.state_dict(), loader.stats(), measured) == (state, stats, [])
+    assert digests(stream, 3, state=loader.state_dict()) == expected
+    assert measured
+
+
 def change(tmp_path: Path, what: str) -> Stream:
     path = tmp_path / "recipe.toml"
     text = path.read_text()

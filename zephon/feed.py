@@ -5,6 +5,7 @@ many lanes: the first batch does not wait for whole windows, and 64 lanes cost o
 ahead changes time and memory, never what a lane sees.
 """
 
+import functools
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -134,7 +135,7 @@ class Feed:
         if end - first != end_row - first_row:  # a row gave several samples
             local = [row - first_row for row in measured.rows[first:end]]
             last = [here != after for here, after in zip(local, [*local[1:], -1], strict=True)]
-            numbers = _numbers(local)
+            numbers = [i - bisect_left(local, row) for i, row in enumerate(local)]
             nexts = [0 if ends else number + 1 for number, ends in zip(numbers, last, strict=True)]
             block = _Block(group, [index + row + ends for row, ends in zip(local, last, strict=True)], nexts)
             epochs, chunks, inside = ([column[row] for row in local] for column in rows)
@@ -173,14 +174,6 @@ def position_of(block: _Block, passed: int) -> Position:
 
 
 _REF, _SAMPLE, _AHEAD = maker(Ref), maker(Sample), attrgetter("ahead")
-
-
-def _numbers(rows: Sequence[int]) -> list[int]:
-    """The number of each sample in its row, from the ascending rows of all."""
-    numbers: list[int] = []
-    for i, row in enumerate(rows):
-        numbers.append(numbers[-1] + 1 if i and rows[i - 1] == row else 0)
-    return numbers
 
 
 def _some(found: Mapping[int, tuple[T, ...]], first: int, end: int) -> Iterable[tuple[T, ...]]:
@@ -234,24 +227,31 @@ class Feeder:
             if 2 * fill >= 1 or not self._request(emptiest[source]):
                 return
 
-    def fetch(self, refs: Sequence[Ref]) -> dict[Ref, Sample]:
-        """Measure samples by name, as a restore needs them."""
-        out: dict[Ref, Sample] = {}
+    def fetch(self, refs: Sequence[Ref]) -> Callable[[], dict[Ref, Sample]]:
+        """Have samples measured by name, as a restore needs them; returns what waits for them."""
+        asked: list[tuple[int, list[tuple[int, int, int]], Handle[Measured]]] = []
         for number, source in enumerate(self._sources):
             mine = sorted({(ref.epoch, ref.chunk, ref.row) for ref in refs if ref.source == number})
-            if not mine:
-                continue
-            places = np.asarray(mine, dtype=np.int64)
-            rows = source.catalogue.chunks.rows(places[:, 1], places[:, 2])
-            measured = self._runner.submit(self._worker.measure, number, rows, places[:, 0]).result()
-            found: dict[tuple[int, int, int], list[int]] = {place: [] for place in mine}
-            for i, row in enumerate(measured.rows):
-                found[mine[row]].append(i)
-            for ref in refs:
-                if ref.source == number:
-                    i = found[ref.epoch, ref.chunk, ref.row][ref.sample]
-                    out[ref] = Sample(ref, measured.positions[i], measured.payloads[i], atoms=measured.atoms.get(i, ()))
-        return out
+            if mine:
+                places = np.asarray(mine, dtype=np.int64)
+                rows = source.catalogue.chunks.rows(places[:, 1], places[:, 2])
+                asked.append((number, mine, self._runner.submit(self._worker.measure, number, rows, places[:, 0])))
+
+        @functools.cache
+        def samples() -> dict[Ref, Sample]:
+            out: dict[Ref, Sample] = {}
+            for number, mine, handle in asked:
+                measured, found = handle.result(), {place: list[int]() for place in mine}
+                for i, row in enumerate(measured.rows):
+                    found[mine[row]].append(i)
+                for ref in refs:
+                    if ref.source == number:
+                        i = found[ref.epoch, ref.chunk, ref.row][ref.sample]
+                        atoms = measured.atoms.get(i, ())
+                        out[ref] = Sample(ref, measured.positions[i], measured.payloads[i], atoms=atoms)
+            return out
+
+        return samples
 
     def _share(self, source: int) -> int:
         """Raw bytes that a feed of a source is to hold in the end."""

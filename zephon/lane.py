@@ -5,7 +5,7 @@ and packs, one record after the other, in one thread; what is costly has been do
 (materialising).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, cast
@@ -81,7 +81,7 @@ class Lane:
         mix: how to mix them.
         packer: a fresh packer.
         state: where to go on.
-        samples: the samples that `state` names as open, measured.
+        samples: waits for the samples that `state` names as open; called when the first record is decided.
         fill: blocks until a feed has a sample.
     """
 
@@ -92,7 +92,7 @@ class Lane:
         mix: Mix,
         packer: Packer,
         state: LaneState,
-        samples: dict[Ref, Sample],
+        samples: Callable[[], Mapping[Ref, Sample]],
         fill: Callable[[Feed], None],
     ) -> None:
         self.number, self._sources, self._mix, self._packer, self._fill = number, sources, mix, packer, fill
@@ -109,9 +109,7 @@ class Lane:
         self.skipped: list[tuple[int, Bad]] = []
         """Source and fault of the bad rows that were passed; who reads it empties it."""
         self._rest: Segment | None = None
-        if state.rest:
-            self._rest = Segment(samples[state.rest.ref], state.rest.start, state.rest.end)
-        packer.restore([[Segment(samples[one.ref], one.start, one.end) for one in bin] for bin in state.open])
+        self._restored: tuple[LaneState, Callable[[], Mapping[Ref, Sample]]] | None = state, samples
         self._ended = False
         for i, position in enumerate(positions):
             if position == _end(sources[i].order):
@@ -124,6 +122,8 @@ class Lane:
 
     def next_plan(self) -> Plan | None:
         """Decide the next record; None when a finite stream has no more."""
+        if self._restored:
+            self._take_up(*self._restored)
         while True:
             piece = self._rest or self._next_piece()
             if piece is None:
@@ -143,6 +143,8 @@ class Lane:
         marks += self._mixer.deficits
         marks += self._mixed
         marks += self._counts
+        if self._restored:
+            return (self._restored[0].rest, self._restored[0].open, *marks)
         return (self._rest, tuple(map(tuple, self._packer.open)), *marks)
 
     def state(self, mark: Mark) -> LaneState:
@@ -153,6 +155,13 @@ class Lane:
         columns = (marks[i : i + n] for i in range(2 * n, 6 * n, n))
         sources = [SourceState(*parts) for parts in zip(positions, *columns, strict=True)]
         return LaneState(tuple(sources), rest, waiting)
+
+    def _take_up(self, state: LaneState, samples: Callable[[], Mapping[Ref, Sample]]) -> None:
+        """Put what a state names as open back to where it waited."""
+        found, rest = samples(), state.rest
+        self._rest = Segment(found[rest.ref], rest.start, rest.end) if rest else None
+        self._packer.restore([[Segment(found[one.ref], one.start, one.end) for one in bin] for bin in state.open])
+        self._restored = None
 
     def _next_piece(self) -> tuple[Sample, int, int] | None:
         """Take the next piece from the source that is furthest behind its share; None at the end of a finite stream."""

@@ -4,11 +4,9 @@ Rank `r` of `G` owns the lanes `l` with `l * G // L == r`. Global batch `t = 1, 
 `[(t - 1) * B / L, t * B / L)` of every lane; a rank's share of it is lane-major, cut into micro-batches.
 """
 
-import contextlib
-import gc
 import itertools
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,6 +26,10 @@ if TYPE_CHECKING:
     from zephon.stream import Stream
 
 _NOTHING: NDArray[np.generic] = np.empty((0, 3), np.int32)
+
+RESTORE_TASKS = 8
+"""Tasks for each source that measure again what a state names as open: the first batch after a restore needs a few
+lanes, and waits for the first task."""
 
 
 def owned_lanes(rank: int, world: int, lanes: int) -> list[int]:
@@ -86,21 +88,6 @@ class Stats(NamedTuple):
     padding: int
     mixed: dict[str, int]
     dropped: dict[str, dict[str, int]]
-
-
-@contextlib.contextmanager
-def _no_collection() -> Generator[None, None, None]:
-    """No search for garbage: 64 lanes of images take up 150,000 objects that all stay, in XX s instead of 1.5."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            if not gc.get_freeze_count():  # as if searched already: all there is becomes old, at no cost
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 class Loader:
@@ -274,12 +261,11 @@ class Loader:
         if missing:
             raise RestoreError(f"The state lacks {missing}; it holds {sorted(state)}.")
         keys = {lane: lane_key(lane) for lane in self._hosted}
-        with _no_collection():
-            states = {lane: LaneState.decode(key, state[key], state[HEADER]) for lane, key in keys.items()}
-            if "weights" in restored.allowed:
-                states = {lane: one.without_deficits() for lane, one in states.items()}
-            self._history = restored.history
-            self._begin(restored.step, states)
+        states = {lane: LaneState.decode(key, state[key], state[HEADER]) for lane, key in keys.items()}
+        if "weights" in restored.allowed:
+            states = {lane: one.without_deficits() for lane, one in states.items()}
+        self._history = restored.history
+        self._begin(restored.step, states)
 
     def stats(self) -> Stats:
         """What has been delivered, from the states: exact, and the same however far workers are ahead."""
@@ -313,14 +299,16 @@ class Loader:
         self._late = {lane: Counter[tuple[int, int]]() for lane in states}
         self._late_states: dict[int, Counter[tuple[int, int]]] = {}
         self._feeder = Feeder(stream.sources, stream.worker, stream.runner, stream.ahead_bytes)
-        samples = self._feeder.fetch([one.ref for state in states.values() for one in state.waiting])
-        self._lanes = lanes = [
-            Lane(lane, stream.lane_sources, stream.mix, stream.packer(), state, samples, self._feeder.fill)
-            for lane, state in states.items()
-        ]
-        for lane in lanes:
-            for feed in lane.feeds:
-                self._feeder.add(feed)
+        self._lanes = lanes = list[Lane]()
+        some = -(-len(states) // RESTORE_TASKS)
+        for first in range(0, len(states), some):
+            mine = dict(itertools.islice(states.items(), first, first + some))
+            samples = self._feeder.fetch([one.ref for state in mine.values() for one in state.waiting])
+            for number, state in mine.items():
+                lane = Lane(number, stream.lane_sources, stream.mix, stream.packer(), state, samples, self._feeder.fill)
+                lanes.append(lane)
+                for feed in lane.feeds:
+                    self._feeder.add(feed)
         self._marks = {lane.number: lane.mark() for lane in lanes}
         self._plans = self._decide_finite(lanes[0]) if self._finite else self._decide(lanes)
         self._ahead: deque[Handle[Batch]] = deque()
