@@ -257,6 +257,24 @@ def test_code_that_changed_and_does_the_same(tmp_path: Path, monkeypatch: pytest
         assert delivered([loader], 2)
 
 
+@pytest.mark.parametrize("now", ["[row]", "[{'text': row['text'][:9]}] * 3"])
+def test_code_that_changed_and_does_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: str) -> None:
+    """Rows that give fewer samples, and shorter ones, than the state has in its bins."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    source = '[[sources]]\nname = "a"\npaths = ["a/*.jsonl"]\nmap = "mapped:mapped"\n'
+    path = write_recipe(tmp_path, sources=source, tail='[packing]\nalgorithm = "best_fit"')
+    (tmp_path / "mapped.py").write_text("def mapped(row): return [row] * 3\n")
+    state = saved(path)
+    (tmp_path / "mapped.py").write_text(f"def mapped(row): return {now}\n")
+    with Stream.open(path) as stream:
+        loader = stream.loader()
+        loader.load_state_dict(state, ["code"])
+        with pytest.raises(
+            RestoreError, match=r"Source 'a': .*one\.jsonl.*positions up to \d+ of sample \d of this row"
+        ):
+            delivered([loader], 2)
+
+
 def test_an_isolated_loader_takes_up_what_was_allowed(tmp_path: Path) -> None:
     path = write_recipe(tmp_path)
     state = saved(path)

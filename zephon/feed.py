@@ -199,13 +199,10 @@ class Feeder:
         self, sources: Sequence[Source], worker: Worker, runner: Runner, ahead_bytes: Callable[[], int]
     ) -> None:
         self._sources, self._worker, self._runner, self._ahead_bytes = sources, worker, runner, ahead_bytes
-        self._feeds: list[list[Feed]] = [[] for _ in sources]
+        self.feeds: list[list[Feed]] = [[] for _ in sources]
+        """Those that are served, by source."""
         self._tasks: deque[tuple[Handle[Measured], Group, list[_Part]]] = deque()
         self._row_bytes = [source.reader.row_bytes for source in sources]
-
-    def add(self, feed: Feed) -> None:
-        """Serve one more feed."""
-        self._feeds[feed.source].append(feed)
 
     def fill(self, feed: Feed) -> None:
         """Return when `feed` has at least one sample, or has none any more."""
@@ -219,7 +216,7 @@ class Feeder:
     def top_up(self) -> None:
         """Where work is done ahead: ask for rows of the feeds that hold less than half of what they should."""
         while len(self._tasks) < self._runner.tasks:
-            emptiest = [min(feeds, key=_AHEAD) for feeds in self._feeds]
+            emptiest = [min(feeds, key=_AHEAD) for feeds in self.feeds]
             fills = [
                 (feed.ahead / self._wanted(feed.source)[feed.turns], feed.source) for feed in emptiest if not feed.ended
             ]
@@ -228,7 +225,7 @@ class Feeder:
                 return
 
     def fetch(self, refs: Sequence[Ref]) -> Callable[[], dict[Ref, Sample]]:
-        """Have samples measured by name, as a restore needs them; returns what waits for them."""
+        """Have samples measured by name, as a restore needs them; returns what waits for those that there are."""
         asked: list[tuple[int, list[tuple[int, int, int]], Handle[Measured]]] = []
         for number, source in enumerate(self._sources):
             mine = sorted({(ref.epoch, ref.chunk, ref.row) for ref in refs if ref.source == number})
@@ -246,16 +243,16 @@ class Feeder:
                     found[mine[row]].append(i)
                 for ref in refs:
                     if ref.source == number:
-                        i = found[ref.epoch, ref.chunk, ref.row][ref.sample]
-                        atoms = measured.atoms.get(i, ())
-                        out[ref] = Sample(ref, measured.positions[i], measured.payloads[i], atoms=atoms)
+                        for i in found[ref.epoch, ref.chunk, ref.row][ref.sample :][:1]:
+                            atoms = measured.atoms.get(i, ())
+                            out[ref] = Sample(ref, measured.positions[i], measured.payloads[i], atoms=atoms)
             return out
 
         return samples
 
     def _share(self, source: int) -> int:
         """Raw bytes that a feed of a source is to hold in the end."""
-        feeds = len(self._feeds[source]) * len(self._feeds)
+        feeds = len(self.feeds[source]) * len(self.feeds)
         return min(max(self._ahead_bytes() // feeds, FEED_BYTES), TASK_BYTES)
 
     def _wanted(self, source: int) -> list[int]:
@@ -273,7 +270,7 @@ class Feeder:
         # Lanes that have not asked yet do not join: the first batch, of a few lanes, would wait for rows of all.
         hungry = [
             feed
-            for feed in self._feeds[first.source]
+            for feed in self.feeds[first.source]
             if feed.turns and 2 * feed.ahead < wanted[feed.turns] and not feed.ended and feed is not first
         ]
         hungry.sort(key=_AHEAD)

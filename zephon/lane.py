@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, cast
 
-from zephon.errors import DataError
+from zephon.errors import DataError, RestoreError
 from zephon.feed import Feed, position_of
 from zephon.mix import Mixer
 from zephon.order import SourceOrder
 from zephon.pack import Packer, uncut
-from zephon.state import LaneState, Position, SourceState
+from zephon.state import LaneState, Open, Position, SourceState
 from zephon.transform import BAD_ROW
 from zephon.types import Bad, Plan, Ref, Sample, Segment
 
@@ -136,13 +136,8 @@ class Lane:
 
     def mark(self) -> Mark:
         """What `state` needs to tell the state after the record that `next_plan` returned last, even much later."""
-        marks: list[Any] = []
-        for feed in self.feeds:
-            marks += feed.mark()
-        marks += self._offsets
-        marks += self._mixer.deficits
-        marks += self._mixed
-        marks += self._counts
+        marks: list[Any] = [part for feed in self.feeds for part in feed.mark()]
+        marks += (*self._offsets, *self._mixer.deficits, *self._mixed, *self._counts)
         if self._restored:
             return (self._restored[0].rest, self._restored[0].open, *marks)
         return (self._rest, tuple(map(tuple, self._packer.open)), *marks)
@@ -158,9 +153,21 @@ class Lane:
 
     def _take_up(self, state: LaneState, samples: Callable[[], Mapping[Ref, Sample]]) -> None:
         """Put what a state names as open back to where it waited."""
-        found, rest = samples(), state.rest
-        self._rest = Segment(found[rest.ref], rest.start, rest.end) if rest else None
-        self._packer.restore([[Segment(found[one.ref], one.start, one.end) for one in bin] for bin in state.open])
+        found, known = samples(), self._sources
+
+        def segment(one: Open) -> Segment:
+            sample = found.get(one.ref)
+            if sample is None or sample.positions < one.end:
+                source = known[one.ref.source]
+                raise RestoreError(
+                    f"Source {source.name!r}: {source.place(one.ref)}: the state names positions up to {one.end} of "
+                    f"sample {one.ref.sample} of this row, which has {sample.positions if sample else 'none'}. What "
+                    "was allowed to differ (code, codecs) does not do the same; go on with what wrote the state."
+                )
+            return Segment(sample, one.start, one.end)
+
+        self._rest = segment(state.rest) if state.rest else None
+        self._packer.restore([list(map(segment, bin)) for bin in state.open])
         self._restored = None
 
     def _next_piece(self) -> tuple[Sample, int, int] | None:

@@ -308,7 +308,7 @@ class Loader:
                 lane = Lane(number, stream.lane_sources, stream.mix, stream.packer(), state, samples, self._feeder.fill)
                 lanes.append(lane)
                 for feed in lane.feeds:
-                    self._feeder.add(feed)
+                    self._feeder.feeds[feed.source].append(feed)
         self._marks = {lane.number: lane.mark() for lane in lanes}
         self._plans = self._decide_finite(lanes[0]) if self._finite else self._decide(lanes)
         self._ahead: deque[Handle[Batch]] = deque()
