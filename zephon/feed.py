@@ -70,7 +70,7 @@ class Feed:
         that all of it is taken."""
 
     def mark(self) -> tuple["_Block", int]:
-        """Behind the sample that was taken last: what `position_of` understands, at a third of the cost."""
+        """Behind the sample that was taken last, for `position_of`: two references, while a position is an object."""
         blocks = self._blocks
         while self._passed > len(blocks[0].places):
             self._passed -= len(blocks.popleft().places)

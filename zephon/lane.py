@@ -27,7 +27,7 @@ TOO_LONG = "too long"
 
 Mark = tuple[Any, ...]
 """What a lane needs to tell its state later. Marks are taken after every record and few are asked for, so they are one
-flat tuple: with states as they are read, 256 lanes spent 14 % on making them, half of it on the search for garbage."""
+flat tuple. States proper took 14 % of all CPU at 256 lanes of one record a step, half of it the search for garbage."""
 
 
 @dataclass(frozen=True, slots=True)
