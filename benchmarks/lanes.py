@@ -1,11 +1,12 @@
 """What do many lanes on one rank cost: time, first batch, memory, state and resume?
 
-    python -m benchmarks.lanes RECIPE [--lanes 1 8 64 256] [--rounds 3] [--million 24] [--images 400]
+    python -m benchmarks.lanes RECIPE [--lanes 1 8 64 256] [--rounds 3] [--million 60] [--images 400]
 
 Every run is a process of its own, in turns; the page cache and the row index are warm. `first_s` is from an open
 tokenizer and done imports to the first micro-batch (index, first rows, order and all), `resume_s` the same from a
 state; both for micro-batches of `local` sequences. CPU is of all threads, per million tokens, or per image where the
-recipe has images. The search for garbage is off, as TorchTitan's trainer has it. Memory is what the process has at its end above what it has with the stream open.
+recipe has images. The search for garbage is off, as TorchTitan's trainer has it. Memory is what the process has at its
+end above what it has with the stream open.
 """
 
 import ctypes
