@@ -5,7 +5,6 @@ many lanes: the first batch does not wait for whole windows, and 64 lanes cost o
 ahead changes time and memory, never what a lane sees.
 """
 
-import functools
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -224,31 +223,25 @@ class Feeder:
             if 2 * fill >= 1 or not self._request(emptiest[source]):
                 return
 
-    def fetch(self, refs: Sequence[Ref]) -> Callable[[], dict[Ref, Sample]]:
-        """Have samples measured by name, as a restore needs them; returns what waits for those that there are."""
-        asked: list[tuple[int, list[tuple[int, int, int]], Handle[Measured]]] = []
+    def fetch(self, refs: Sequence[Ref]) -> dict[Ref, Sample]:
+        """Measure samples by name, as a restore needs them; without those that there are not any more."""
+        out: dict[Ref, Sample] = {}
         for number, source in enumerate(self._sources):
             mine = sorted({(ref.epoch, ref.chunk, ref.row) for ref in refs if ref.source == number})
-            if mine:
-                places = np.asarray(mine, dtype=np.int64)
-                rows = source.catalogue.chunks.rows(places[:, 1], places[:, 2])
-                asked.append((number, mine, self._runner.submit(self._worker.measure, number, rows, places[:, 0])))
-
-        @functools.cache
-        def samples() -> dict[Ref, Sample]:
-            out: dict[Ref, Sample] = {}
-            for number, mine, handle in asked:
-                measured, found = handle.result(), {place: list[int]() for place in mine}
-                for i, row in enumerate(measured.rows):
-                    found[mine[row]].append(i)
-                for ref in refs:
-                    if ref.source == number:
-                        for i in found[ref.epoch, ref.chunk, ref.row][ref.sample :][:1]:
-                            atoms = measured.atoms.get(i, ())
-                            out[ref] = Sample(ref, measured.positions[i], measured.payloads[i], atoms=atoms)
-            return out
-
-        return samples
+            if not mine:
+                continue
+            places = np.asarray(mine, dtype=np.int64)
+            rows = source.catalogue.chunks.rows(places[:, 1], places[:, 2])
+            measured = self._runner.submit(self._worker.measure, number, rows, places[:, 0]).result()
+            found: dict[tuple[int, int, int], list[int]] = {place: [] for place in mine}
+            for i, row in enumerate(measured.rows):
+                found[mine[row]].append(i)
+            for ref in refs:
+                if ref.source == number:
+                    for i in found[ref.epoch, ref.chunk, ref.row][ref.sample :][:1]:
+                        atoms = measured.atoms.get(i, ())
+                        out[ref] = Sample(ref, measured.positions[i], measured.payloads[i], atoms=atoms)
+        return out
 
     def _share(self, source: int) -> int:
         """Raw bytes that a feed of a source is to hold in the end."""

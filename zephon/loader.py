@@ -4,6 +4,7 @@ Rank `r` of `G` owns the lanes `l` with `l * G // L == r`. Global batch `t = 1, 
 `[(t - 1) * B / L, t * B / L)` of every lane; a rank's share of it is lane-major, cut into micro-batches.
 """
 
+import functools
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 _NOTHING: NDArray[np.generic] = np.empty((0, 3), np.int32)
 
 RESTORE_TASKS = 8
-"""Tasks for each source that measure again what a state names as open: the first batch after a restore needs a few
-lanes, and waits for the first task."""
+"""Tasks for each source that measure again what a state names as open, one for so many lanes when the first of them
+goes on: the first batch after a restore waits for one task, not for all."""
 
 
 def owned_lanes(rank: int, world: int, lanes: int) -> list[int]:
@@ -303,7 +304,8 @@ class Loader:
         some = -(-len(states) // RESTORE_TASKS)
         for first in range(0, len(states), some):
             mine = dict(itertools.islice(states.items(), first, first + some))
-            samples = self._feeder.fetch([one.ref for state in mine.values() for one in state.waiting])
+            refs = [one.ref for state in mine.values() for one in state.waiting]
+            samples = functools.cache(functools.partial(self._feeder.fetch, refs))  # not before a lane goes on
             for number, state in mine.items():
                 lane = Lane(number, stream.lane_sources, stream.mix, stream.packer(), state, samples, self._feeder.fill)
                 lanes.append(lane)
