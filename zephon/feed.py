@@ -33,7 +33,6 @@ FEED_BYTES = 16 * 1024
 """Raw bytes of one source that a lane takes at least, so that many lanes of short rows still read in runs. Also what
 it takes first: it takes twice as much at every turn until it has its share, so that the first batch comes early."""
 
-
 MAX_TURNS = 16
 """Turns after which a feed surely has its share."""
 
