@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import RESULTS, write
-from zephon import Stream
+from zephon import Recipe, Stream
 
 STAGES = {
     "decode a JPEG": "decode_jpeg", "resize": "interpolate (torch", "patchify": "patchify (", "read bytes": "_raw (",
     "read an image": "FileBlob", "parse, or address members": "read (zephon/formats",
     "tokenise": "encode (modalities/encoder", "measure, the rest": "measure (modalities",
     "build, the rest": "materialise (modalities", "source order": "group (zephon/order",
-    "hand out measured samples": "_collect (zephon/feed", "pack": "offer (zephon/pack", "state": "state (zephon/lane",
+    "hand out measured samples": "_collect (zephon/feed", "pack": "offer (zephon/pack", "state": "mark (zephon/lane",
     "mix": "next_plan (zephon/lane", "loader, the rest": "__next__ (zephon/loader",
 }  # fmt: skip
 """Stages by a part of a frame's name, the innermost first."""
@@ -46,7 +46,8 @@ class Args:
 def main() -> None:
     args = tyro.cli(Args)
     if args.one:
-        with Stream.open(args.recipe) as stream:
+        recipe = Recipe.load(args.recipe)  # without the watchdog, whose sleep py-spy takes for work
+        with Stream(replace(recipe, run=replace(recipe.run, timeout=0))) as stream:
             loader = stream.loader(local_batch_size=8 if stream.batch.global_batch_size % 8 == 0 else 1)
             next(loader)
             print("started", flush=True)
