@@ -53,6 +53,6 @@ def check_zephon(name: str) -> None:
         RuntimeError: it is ours.
     """
     code = "import zephon; print(zephon.__version__, zephon.__file__)"
-    found = subprocess.run([python_of(name), "-P", "-c", code], check=True, capture_output=True, text=True).stdout
+    found = subprocess.run([python_of(name), "-I", "-c", code], check=True, capture_output=True, text=True).stdout
     if not found.startswith("0.2.0 ") or str(ROOT / name) not in found:
         raise RuntimeError(f"the environment {name} imports another zephon: {found}")
