@@ -33,8 +33,8 @@ FEED_BYTES = 16 * 1024
 """Raw bytes of one source that a lane takes at least, so that many lanes of short rows still read in runs. Also what
 it takes first: it takes twice as much at every turn until it has its share, so that the first batch comes early."""
 
-MAX_TURNS = 16
-"""Turns after which a feed surely has its share."""
+MAX_TURNS = (TASK_BYTES // FEED_BYTES).bit_length() - 1
+"""Turns after which a feed has its share, which is a task's bytes at most."""
 
 
 class Feed:

@@ -81,7 +81,7 @@ class Lane:
         mix: how to mix them.
         packer: a fresh packer.
         state: where to go on.
-        samples: waits for the samples that `state` names as open; called when the first record is decided.
+        samples: measures what `state` names as open; called when the next record is to be decided, not before.
         fill: blocks until a feed has a sample.
     """
 
