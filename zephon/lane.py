@@ -136,11 +136,11 @@ class Lane:
 
     def mark(self) -> Mark:
         """What `state` needs to tell the state after the record that `next_plan` returned last, even much later."""
-        marks: list[Any] = [part for feed in self.feeds for part in feed.mark()]
-        marks += (*self._offsets, *self._mixer.deficits, *self._mixed, *self._counts)
+        rest, waiting = self._rest, tuple(map(tuple, self._packer.open))
         if self._restored:
-            return (self._restored[0].rest, self._restored[0].open, *marks)
-        return (self._rest, tuple(map(tuple, self._packer.open)), *marks)
+            rest, waiting = self._restored[0].rest, self._restored[0].open
+        places = [part for feed in self.feeds for part in feed.mark()]
+        return (rest, waiting, *places, *self._offsets, *self._mixer.deficits, *self._mixed, *self._counts)
 
     def state(self, mark: Mark) -> LaneState:
         """The state that a mark of this lane stands for; shares nothing with the lane."""
