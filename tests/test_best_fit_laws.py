@@ -235,7 +235,7 @@ def test_packer_goes_on_from_its_open_bins(kind: str, data: st.DataObject, seq_l
     for piece in offered[:stop]:
         offer(first, piece)
     saved = first.open
-    kept = [list(one) for one in saved]
+    kept = [tuple(one) for one in saved]
     rest = [offer(first, piece) for piece in offered[stop:]]
     assert saved == kept, "what was saved is not the packer's own"
     open_at_end, end = open_runs(first), flushed(first)

@@ -300,7 +300,7 @@ def test_packer_goes_on_from_its_open_bins_at_any_point(kind: str, data: st.Data
         taken, _ = first.offer(one, start, end)
         rest = [(one, taken, end), *rest] if taken < end else rest
     saved = first.open
-    kept = [list(one) for one in saved]
+    kept = [tuple(one) for one in saved]
     expected = [[runs(plan) for plan in offer(first, piece)] for piece in rest]
     assert saved == kept, "what was saved is not the packer's own"
     end_of_all = [runs(plan) for plan in flushed(first)]

@@ -1,7 +1,6 @@
 """One table of a recipe, read strictly: wrong types, impossible values and unknown keys are named."""
 
 import re
-from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, TypeVar
 
@@ -67,9 +66,8 @@ class Section:
         """The value of `key` as TOML gave it."""
         self._known.append(key)
         if key not in self._values and default is ...:
-            hints = [nearest(other, [key]) for other in self._values if other not in self._known]
-            hint = f" Is {_meant(self._values, key)!r} meant?" if any(hints) else ""
-            raise RecipeError(f"{self.label(key)} is missing.{hint}")
+            meant = [other for other in self._values if nearest(other, [key])]
+            raise RecipeError(f"{self.label(key)} is missing.{f' Is {meant[0]!r} meant?' if meant else ''}")
         return self._values.pop(key, default)
 
     def rest(self) -> dict[str, Any]:
@@ -87,10 +85,6 @@ class Section:
 
     def label(self, key: str) -> str:
         return key if self._name == "the recipe" else f"{self._name} {key}"
-
-
-def _meant(values: Mapping[str, Any], key: str) -> str:
-    return next(other for other in values if nearest(other, [key]))
 
 
 def show(value: Any) -> str:

@@ -103,11 +103,10 @@ class Stream:
         self.room = _room(recipe.packing, batch.seq_len, self.worker.builder)
         self._packer = _packer(recipe.packing, recipe.path.parent)
         weights = integer_weights([spec.weight for spec in recipe.sources])
-        piece = batch.seq_len if recipe.mix.piece == "sequence" else None
         self.mix = Mix(
             weights,
             by_samples=recipe.mix.unit == "samples",
-            piece=piece,
+            piece=batch.seq_len if recipe.mix.piece == "sequence" else None,
             longest=None if recipe.packing.too_long == "split" else (self.room.plain, batch.seq_len),
             drop_longer=recipe.packing.too_long == "drop",
             stop=recipe.mix.on_end == "stop",
