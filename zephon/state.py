@@ -183,7 +183,7 @@ class _Words(dict[int, bytes]):
             out.append(rest & 127 | 128)
             rest >>= 7
         out.append(rest)
-        if number < 1 << 14:
+        if number < 1 << 12:
             self[number] = bytes(out)
         return bytes(out)
 
