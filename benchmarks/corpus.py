@@ -1,10 +1,12 @@
 """Build a larger corpus than the demo's from this machine, with a recipe of 64 lanes and one of 1 lane.
 
-python -m benchmarks.corpus OUT [MEGABYTES A SOURCE]
+python -m benchmarks.corpus OUT [--megabytes 60]
 """
 
-import sys
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from recipes.demo.corpus import build
 
@@ -56,9 +58,15 @@ def make(out: Path, megabytes: float) -> Path:
     return out / "lanes64.toml"
 
 
-def main() -> None:
-    make(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 60.0)
+def main(out: Annotated[Path, tyro.conf.Positional], megabytes: float = 60.0) -> None:
+    """Build a corpus from this machine's texts, a tokenizer, and recipes of 1 and of 64 lanes.
+
+    Args:
+        out: Folder to make.
+        megabytes: Of each source.
+    """
+    make(out, megabytes)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

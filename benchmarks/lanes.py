@@ -58,10 +58,14 @@ def main() -> None:
             out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
             rounds.append(json.loads(out.splitlines()[-1]))
             print(rounds[-1])
-    rows = [median([row for row in rounds if row["lanes"] == lanes]) for lanes in args.lanes]
-    for row in rows:
-        row |= {"throughput_of_first": row["rate"] / rows[0]["rate"], "cpu_of_first": row["cpu"] / rows[0]["cpu"]}
-        row["peak_of_first"] = row["peak_mib"] / rows[0]["peak_mib"]
+    rows: list[dict[str, Any]] = []
+    for place in range(len(args.lanes)):
+        mine, first = rounds[place :: len(args.lanes)], rounds[:: len(args.lanes)]
+        row = median(mine)
+        for key, name in (("rate", "throughput"), ("cpu", "cpu"), ("peak_mib", "peak")):  # round by round: speed drifts
+            ratios = [one[key] / other[key] for one, other in zip(mine, first, strict=True)]
+            row[f"{name}_of_first"] = statistics.median(ratios)
+        rows.append(row)
         print({key: round(value, 3) for key, value in row.items()})
     with Stream.open(args.recipe) as stream:
         write(args.name, {**about(stream), "rows": rows, "rounds": rounds})

@@ -5,7 +5,7 @@ from typing import Any
 
 from zephon.errors import RecipeError, nearest
 
-_EVERY = ("name", "paths", "weight", "modality", "chunk_rows", "filter", "map", "epochs")
+_EVERY = ("name", "paths", "weight", "modality", "chunk_rows", "filter", "map", "epochs", "on_error", "max_bad")
 """Keys that every source takes, for messages."""
 
 

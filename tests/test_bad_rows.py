@@ -135,6 +135,7 @@ def test_too_many_bad_rows_stop_the_run_and_can_be_allowed(tmp_path: Path, limit
             return
         with pytest.raises(DataError, match=r"Source 'a': lane 0 has come to \d+ bad rows, more than max_bad = .*Mend"):
             deliver([loader], 150)
+        assert loader.take_skipped(), "of the step that was not handed over"
     with Stream.open(recipe(tmp_path, 'on_error = "skip"\nmax_bad = 1000', lanes=1)) as stream:
         loader = stream.loader()
         loader.load_state_dict(state)  # a higher limit is no other stream

@@ -555,6 +555,14 @@ def test_too_long_a_source_of_nothing_else_is_an_error_that_names_it() -> None:
         Fleet(stream, 1).steps(20)
 
 
+def test_too_long_a_source_of_nothing_else_is_an_error_however_its_chunks_are_dealt() -> None:
+    """Where a permutation says which lane gets which chunk, a lane that has seen many tells nothing of the others."""
+    sources = (SourceSpec("short", "1", (("abc",) * 9,), 1), SourceSpec("epics", "1", (("a" * 9, "b" * 20) * 4,), 1))
+    world = replace(LONG, sources=sources, too_long="drop", lanes=2, window=2)
+    with pytest.raises(zephon.DataError, match="epics"), opened(world) as stream:
+        Fleet(stream, 1).steps(20)
+
+
 # --- execution and refusals ----------------------------------------------------------------------------------------
 
 

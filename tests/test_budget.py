@@ -77,4 +77,5 @@ def test_loaders_of_a_stream_share_its_budget(tmp_path: Path) -> None:
     with Stream.open(write_recipe(tmp_path)) as stream:
         loaders = [stream.loader(rank, 4) for rank in range(4)]
         assert stream.making_bytes() * len(loaders) <= stream.budget.making
-        assert stream.ahead_bytes() * len(loaders) <= stream.budget.ahead
+        for feeds in (1, 8, 10**6):
+            assert stream.ahead_bytes(feeds) * len(loaders) <= stream.budget.ahead

@@ -709,9 +709,16 @@ def test_over_budget_an_image_that_no_sequence_holds_is_made_smaller(over: str) 
 
 @pytest.mark.parametrize("budget", ["patches", "images", "seq_len"])
 def test_budgets_that_do_not_hold_the_null_image_are_refused(budget: str) -> None:
-    least = {"patches": 4, "images": 1, "seq_len": 3}[budget]
-    with pytest.raises(zephon.RecipeError, match=budget), opened(plain_images(**{budget: least})):
+    least = {"patches": 3, "images": 0, "seq_len": 3}[budget]
+    with pytest.raises(zephon.RecipeError, match=budget), opened(replace(plain_images(), **{budget: least})):
         pass
+
+
+def test_a_budget_of_one_image_is_enough() -> None:
+    rows = [Row((Img("PNG", 33, 33, 1), "a")), Row(("only text",)), Row((Img("PNG", 33, 33, 2), "b", Img("PNG", 9, 9)))]
+    found, _ = delivered(with_budget(rows, "split", images=1, patches=4))
+    assert found
+    assert {sum(len(one.images) for one in record) for record in found} == {1}
 
 
 def test_keep_whole_a_sample_that_fits_is_never_cut() -> None:

@@ -9,6 +9,7 @@ from small import documents, write_jsonl, write_recipe
 import zephon
 from zephon import DataError, RecipeError, RestoreError, Stream, TopologyError
 from zephon.digest import lane_digest, step_digest
+from zephon.feed import Feeder
 from zephon.loader import check_topology, owned_lanes
 from zephon.recipe import divisors
 
@@ -50,15 +51,15 @@ def test_micro_batches_are_slices_of_the_lane_major_share(stream: Stream) -> Non
 @pytest.mark.parametrize(
     ("world", "local", "says"),
     [
-        (3, None, r"3 data-parallel ranks cannot share 4 lanes.*work are \[1, 2, 4\]; the nearest to 3 are 2 and 4"),
-        (8, None, r"8 data-parallel ranks cannot share 4 lanes.*nearest to 8 are 4"),
+        (3, None, r"3 data-parallel ranks cannot share 4 lanes.*work are \[1, 2, 4\]; the nearest to 3: 2 and 4"),
+        (8, None, r"8 data-parallel ranks cannot share 4 lanes.*nearest to 8: 4"),
         (0, None, "0 data-parallel ranks"),
         (
             2,
             3,
             r"share of a global batch is 8 / 2 = 4 sequences, which a local batch of 3 does not divide.*\[1, 2, 4\]",
         ),
-        (2, 8, "nearest to 8 are 4"),
+        (2, 8, "nearest to 8: 4"),
         (2, 0, "a local batch of 0"),
     ],
 )
@@ -323,3 +324,21 @@ def test_document_ids_and_cumulative_lengths_on_request(tmp_path: Path) -> None:
 def test_public_names() -> None:
     assert zephon.__all__ == sorted(zephon.__all__)
     assert all(hasattr(zephon, name) for name in zephon.__all__)
+
+
+def test_a_batch_that_a_stop_keeps_from_being_handed_over_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while rows are asked for: the state must not be one step on, or a resume would leave a batch out."""
+    with Stream.open(write_recipe(tmp_path)) as stream:
+        loader = stream.loader()
+        next(loader)
+        before = loader.state_dict()
+
+        def stopped(_: Feeder) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Feeder, "top_up", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            next(loader)
+        assert (loader.step, loader.state_dict()) == (1, before)

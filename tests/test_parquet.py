@@ -386,7 +386,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path) -> None:
         f"open_parquet({{'x': Path({str(write(tmp_path / 'x.parquet', TEXTS))!r})}}, Path('cache'))\n"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
-    assert "pip install 'zephon-lanes[parquet]'" in told
+    assert "pip install -e '.[parquet]'" in told
 
 
 # --- files that change, and what is remembered of them --------------------------------------------------------------

@@ -275,6 +275,36 @@ def test_code_that_changed_and_does_something_else(tmp_path: Path, monkeypatch: 
             delivered([loader], 2)
 
 
+@pytest.mark.parametrize(
+    ("text", "before", "now", "reason"),
+    [
+        ("a" * 15, "[row] * 5", "[row]", r"one\.jsonl.*positions up to 0 of sample 2 of this row, which has none"),
+        (
+            "a" * 127,
+            "[row]",
+            "[{'text': row['text'][:9]}]",
+            r"one\.jsonl.*positions up to 65 of sample 0 of this row, which has 10",
+        ),
+    ],
+)
+def test_code_that_changed_what_a_lane_is_amid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, before: str, now: str, reason: str
+) -> None:
+    """The state stands between two samples of a row, or within one, and nothing waits in the packer."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    source = '[[sources]]\nname = "a"\npaths = ["a/one.jsonl"]\nmap = "amid:amid"\n'
+    path = write_recipe(tmp_path, sources=source, tail='[mix]\npiece = "sequence"')
+    write_jsonl(tmp_path / "a" / "one.jsonl", [text] * 8)
+    (tmp_path / "amid.py").write_text(f"def amid(row): return {before}\n")
+    state = saved(path)
+    (tmp_path / "amid.py").write_text(f"def amid(row): return {now}\n")
+    with Stream.open(path) as stream:
+        loader = stream.loader()
+        loader.load_state_dict(state, ["code"])
+        with pytest.raises(RestoreError, match=reason):
+            delivered([loader], 2)
+
+
 def test_an_isolated_loader_takes_up_what_was_allowed(tmp_path: Path) -> None:
     path = write_recipe(tmp_path)
     state = saved(path)

@@ -529,7 +529,7 @@ def test_a_known_file_needs_no_webdataset_and_no_torch(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(path), str(tmp_path / "cache")]
     cold = subprocess.run(command, capture_output=True, text=True)
-    assert "pip install 'zephon-lanes[image]'" in cold.stderr
+    assert "pip install -e '.[image]'" in cold.stderr
     index_of(path)
     warm = subprocess.run(command, capture_output=True, text=True, check=True)
     assert warm.stdout == "2\n"

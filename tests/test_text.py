@@ -155,6 +155,8 @@ def test_unknown_options_are_refused() -> None:
         RecipeError, match="txet is not a known key of a source of modality 'text'.*Did you mean 'text'"
     ):
         text(tokenizer_folder("both"), {"txet": "x"})
+    with pytest.raises(RecipeError, match="every source takes.* on_error, max_bad.*Did you mean 'on_error'"):
+        text(tokenizer_folder("both"), {"on_eror": "skip"})
     with pytest.raises(RecipeError, match="text must be the name of a field, it is 3"):
         text(tokenizer_folder("both"), {"text": 3})
     with pytest.raises(RecipeError, match="needs one"):
@@ -253,7 +255,7 @@ def test_a_modality_that_lacks_what_it_needs_says_what_to_install() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("RecipeError The modality 'image_text' cannot be loaded")
-    assert "pip install 'zephon-lanes[image]'" in done.stdout
+    assert "pip install -e '.[image]'" in done.stdout
 
 
 def test_fastokens_is_used_where_cores_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:

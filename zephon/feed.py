@@ -22,7 +22,8 @@ from zephon.worker import Handle, Runner, Source, Worker
 T = TypeVar("T")
 
 TASK_BYTES = 1024 * 1024
-"""Raw bytes one task measures. A batch of 64 documents costs 0.014 CPU s per Mtoken to tokenise, of 1000 0.012."""
+"""Raw bytes one task measures; the last lane that joins may bring more. A batch of 64 documents costs 0.014 CPU s per
+Mtoken to tokenise, of 1000 0.012."""
 
 AHEAD_BYTES = 32 * 1024 * 1024
 """Raw bytes that the loaders of a stream measure ahead in all, shared by their lanes and sources. CPU s per Mtoken of
@@ -30,9 +31,9 @@ two sources with 2, 4, 8, 16, 32 MiB: at 64 lanes 0.066, 0.049, 0.046, 0.043, 0.
 0.064 with 16 MiB and 0.045 with 32."""
 
 FEED_BYTES = 16 * 1024
-"""Raw bytes of one source that a lane takes at least, so that many lanes of short rows still read in runs. Also what it
-takes first: every time it takes half as much again until it has its share, so that the first batch comes early. With
-twice as much, 8 lanes of images measured 3,064 rows before a first batch of 1,712; now 2,573."""
+"""Raw bytes of one source that a lane holds, if memory allows, so that many lanes of short rows still read in runs.
+Also what it holds first: with every turn half as much again, until it is its share, so that the first batch comes
+early. With twice as much, 8 lanes of images measured 3,064 rows before a first batch of 1,712; now 2,573."""
 
 
 class Feed:
@@ -52,9 +53,9 @@ class Feed:
         self.pending = 0
         """Rows that have been asked for and not come back."""
         self.next_bytes = FEED_BYTES
-        """Raw bytes to ask for next time, up to a task's; the share of the feed may be less."""
+        """Raw bytes to hold after the next turn, up to a task's; the share of the feed may be less."""
         self.ended = False
-        """Whether all rows of a finite source have been asked for."""
+        """Whether a finite source was found to have no more rows to ask for."""
         self._lane, self._order = lane, order
         self._group, self._index = position.group, position.place
         self._skip = position.sample
@@ -130,10 +131,8 @@ class Feed:
         block = _Block(group, range(index + 1, index + 1 + end - first))
         if end - first != end_row - first_row:  # a row gave several samples
             local = [row - first_row for row in measured.rows[first:end]]
-            last = [here != after for here, after in zip(local, [*local[1:], -1], strict=True)]
-            numbers = [i - bisect_left(local, row) for i, row in enumerate(local)]
-            nexts = [0 if ends else number + 1 for number, ends in zip(numbers, last, strict=True)]
-            block = _Block(group, [index + row + ends for row, ends in zip(local, last, strict=True)], nexts)
+            numbers = found = [i - bisect_left(local, row) for i, row in enumerate(local)]
+            block = _Block(group, [index + row for row in (*local[1:], len(inside))], [*found[1:], 0])
             epochs, chunks, inside = ([column[row] for row in local] for column in rows)
         refs = zip(repeat(self.source), epochs, chunks, inside, numbers, strict=False)
         samples = zip(
@@ -188,11 +187,11 @@ class Feeder:
         sources: the open sources.
         worker: does the measuring.
         runner: has it done.
-        ahead_bytes: raw bytes that this rank may have measured ahead just now.
+        ahead_bytes: raw bytes that so many feeds may have measured ahead just now.
     """
 
     def __init__(
-        self, sources: Sequence[Source], worker: Worker, runner: Runner, ahead_bytes: Callable[[], int]
+        self, sources: Sequence[Source], worker: Worker, runner: Runner, ahead_bytes: Callable[[int], int]
     ) -> None:
         self._sources, self._worker, self._runner, self._ahead_bytes = sources, worker, runner, ahead_bytes
         self.feeds: list[list[Feed]] = [[] for _ in sources]
@@ -219,7 +218,7 @@ class Feeder:
                 return
 
     def fetch(self, refs: Sequence[Ref]) -> dict[Ref, Sample]:
-        """Measure samples by name, as a restore needs them; without those that there are not any more."""
+        """Measure the samples of rows, as a restore needs them; without those that there are not any more."""
         out: dict[Ref, Sample] = {}
         for number, source in enumerate(self._sources):
             mine = sorted({(ref.epoch, ref.chunk, ref.row) for ref in refs if ref.source == number})
@@ -228,20 +227,15 @@ class Feeder:
             places = np.asarray(mine, dtype=np.int64)
             rows = source.catalogue.chunks.rows(places[:, 1], places[:, 2])
             measured = self._runner.submit(self._worker.measure, number, rows, places[:, 0]).result()
-            found: dict[tuple[int, int, int], list[int]] = {place: [] for place in mine}
             for i, row in enumerate(measured.rows):
-                found[mine[row]].append(i)
-            for ref in refs:
-                if ref.source == number:
-                    for i in found[ref.epoch, ref.chunk, ref.row][ref.sample :][:1]:
-                        atoms = measured.atoms.get(i, ())
-                        out[ref] = Sample(ref, measured.positions[i], measured.payloads[i], atoms=atoms)
+                ref = Ref(number, *mine[row], i - bisect_left(measured.rows, row))
+                out[ref] = Sample(ref, measured.positions[i], measured.payloads[i], atoms=measured.atoms.get(i, ()))
         return out
 
     def _share(self, source: int) -> int:
         """Raw bytes that a feed of a source is to hold in the end."""
         feeds = len(self.feeds[source]) * len(self.feeds)
-        return min(max(self._ahead_bytes() // feeds, FEED_BYTES), TASK_BYTES)
+        return min(self._ahead_bytes(feeds) // feeds, TASK_BYTES)
 
     def _wanted(self, feed: Feed) -> int:
         """Rows that a feed should hold: few at first, those of its share in the end."""

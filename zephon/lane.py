@@ -26,8 +26,8 @@ TOO_LONG = "too long"
 """Counter of the samples that [packing] too_long = "drop" leaves out."""
 
 Mark = tuple[Any, ...]
-"""What a lane needs to tell its state later. Marks are taken after every record and few are asked for, so they are one
-flat tuple. States proper took 14 % of all CPU at 256 lanes of one record a step, half of it the search for garbage."""
+"""What a lane needs to tell its state later. Marks are taken after every step and few are asked for, so they are one
+flat tuple. States took 14 % of all CPU at 256 lanes of one record a step, half of it the search for garbage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +110,13 @@ class Lane:
         """Source and fault of the bad rows that were passed; who reads it empties it."""
         self._rest: Segment | None = None
         self._restored: tuple[LaneState, Callable[[], Mapping[Ref, Sample]]] | None = state, samples
+        self._amid = {
+            i: one.position.sample for i, one in enumerate(state.sources) if one.position.sample or one.offset
+        }
         self._ended = False
         for i, position in enumerate(positions):
             if position == _end(sources[i].order):
                 self._ended = not self._mixer.retire(i)
-
-    @staticmethod
-    def start(sources: Sequence[LaneSource]) -> LaneState:
-        """The state before the first record."""
-        return LaneState(tuple(SourceState(Position(), 0, 0, 0, (0,) * len(source.counters)) for source in sources))
 
     def next_plan(self) -> Plan | None:
         """Decide the next record; None when a finite stream has no more."""
@@ -136,11 +134,9 @@ class Lane:
 
     def mark(self) -> Mark:
         """What `state` needs to tell the state after the record that `next_plan` returned last, even much later."""
-        rest, waiting = self._rest, tuple(map(tuple, self._packer.open))
-        if self._restored:
-            rest, waiting = self._restored[0].rest, self._restored[0].open
+        open = self._restored[0][1:] if self._restored else (self._rest, tuple(map(tuple, self._packer.open)))
         places = [part for feed in self.feeds for part in feed.mark()]
-        return (rest, waiting, *places, *self._offsets, *self._mixer.deficits, *self._mixed, *self._counts)
+        return (*open, *places, *self._offsets, *self._mixer.deficits, *self._mixed, *self._counts)
 
     def state(self, mark: Mark) -> LaneState:
         """The state that a mark of this lane stands for; shares nothing with the lane."""
@@ -153,22 +149,25 @@ class Lane:
 
     def _take_up(self, state: LaneState, samples: Callable[[], Mapping[Ref, Sample]]) -> None:
         """Put what a state names as open back to where it waited."""
-        found, known = samples(), self._sources
+        found = samples()
 
         def segment(one: Open) -> Segment:
-            sample = found.get(one.ref)
-            if sample is None or sample.positions < one.end:
-                source = known[one.ref.source]
-                raise RestoreError(
-                    f"Source {source.name!r}: {source.place(one.ref)}: the state names positions up to {one.end} of "
-                    f"sample {one.ref.sample} of this row, which has {sample.positions if sample else 'none'}. What "
-                    "was allowed to differ (code, codecs) does not do the same; go on with what wrote the state."
-                )
-            return Segment(sample, one.start, one.end)
+            return Segment(self._same(one.ref, one.end, found.get(one.ref)), one.start, one.end)
 
         self._rest = segment(state.rest) if state.rest else None
         self._packer.restore([list(map(segment, bin)) for bin in state.open])
         self._restored = None
+
+    def _same(self, ref: Ref, end: int, sample: Sample | None) -> Sample:
+        """The sample that a state names, of which it has had, or waits for, positions up to `end`."""
+        if sample is not None and sample.ref == ref and sample.positions >= end:
+            return sample
+        source, has = self._sources[ref.source], sample.positions if sample and sample.ref == ref else "none"
+        raise RestoreError(
+            f"Source {source.name!r}: {source.place(ref)}: the state names positions up to {end} of sample "
+            f"{ref.sample} of this row, which has {has}. What was allowed to differ (code, codecs) does not do the "
+            "same; go on with what wrote the state."
+        )
 
     def _next_piece(self) -> tuple[Sample, int, int] | None:
         """Take the next piece from the source that is furthest behind its share; None at the end of a finite stream."""
@@ -206,6 +205,9 @@ class Lane:
                 if not feed.ready:
                     return None
             sample = feed.pop()
+            if self._amid and (number := self._amid.pop(source, None)) is not None:
+                offset = self._offsets[source]
+                self._same(sample.ref._replace(sample=number), offset + 1 if offset else 0, sample)
             if longest and sample.positions > longest[bool(sample.atoms)]:
                 sample = self._too_long(source, sample)
             if sample.positions:

@@ -51,7 +51,7 @@ def check_topology(*, lanes: int, global_batch: int, world: int, local_batch: in
         works = divisors(lanes)
         raise TopologyError(
             f"{world} data-parallel ranks cannot share {lanes} lanes evenly, so ranks would get batches of different "
-            f"sizes. The numbers of ranks that work are {works}; the nearest to {world} are {_near(world, works)}."
+            f"sizes. The numbers of ranks that work are {works}; the nearest to {world}: {_near(world, works)}."
         )
     share = global_batch // world
     if local_batch is None:
@@ -60,7 +60,7 @@ def check_topology(*, lanes: int, global_batch: int, world: int, local_batch: in
         works = divisors(share)
         raise TopologyError(
             f"A rank's share of a global batch is {global_batch} / {world} = {share} sequences, which a local batch of "
-            f"{local_batch} does not divide. The local batches that work are {works}; the nearest to {local_batch} are "
+            f"{local_batch} does not divide. The local batches that work are {works}; the nearest to {local_batch}: "
             f"{_near(local_batch, works)}. Any of them gives the same data."
         )
     return local_batch
@@ -170,11 +170,14 @@ class Loader:
             raise self._unusable() from self._failed
         try:
             batch = self._next_handle().result()
+            self._feeder.top_up()
         except StopIteration:
             self._skipped, self._behind = self._skipped + self._behind, []
             raise
         except BaseException as error:
             self._failed = error
+            passed = [one for _, skipped in self._sealed for one in skipped]
+            self._skipped += passed + self._passed(self._lanes)  # what is wrong may be that there are too many
             raise
         late: list[list[int]] = batch.pop(LATE, _NOTHING).tolist()
         for sequence, source, counter in late:
@@ -191,11 +194,11 @@ class Loader:
             self._marks, skipped = self._sealed.popleft()
             self._skipped += skipped
             self._late_states = {lane: Counter(late) for lane, late in self._late.items() if late}
-        self._feeder.top_up()
         return batch
 
     def take_skipped(self) -> list[Skip]:
-        """The bad rows that were left out in steps handed over since this was last called, in order."""
+        """The bad rows left out in steps handed over since this was last called, in order; after an error, all others
+        too that lanes have come to."""
         skipped, self._skipped = self._skipped, []
         return skipped
 
@@ -225,8 +228,8 @@ class Loader:
         header = encode_header(self._stream.header(0 if self._island else self._step, self._history))
         tag = tag_of(header)
         # Ranks of a finite stream write the same bytes, while each builds, and so counts, only its own records.
-        states = {lane_key(lane): state for lane, state in self._states(counted=not self._finite).items()}
-        return {HEADER: header, **{key: state.encode(key, tag) for key, state in states.items()}}
+        states = self._states(counted=not self._finite).items()
+        return {HEADER: header, **{(key := lane_key(lane)): state.encode(key, tag) for lane, state in states}}
 
     def _states(self, counted: bool = True) -> dict[int, LaneState]:
         """States after the last step that was handed over, with what was `counted` when their records were built."""
@@ -258,10 +261,12 @@ class Loader:
         restored = compare_headers(state[HEADER], self._stream.header(0), allow)
         if self._finite and "global_batch_size" in restored.allowed:
             raise RestoreError("The global batch size of a finite stream cannot change: it says which rank gets what.")
-        missing = [key for key in map(lane_key, self._hosted) if key not in state]
-        if missing:
-            raise RestoreError(f"The state lacks {missing}; it holds {sorted(state)}.")
         keys = {lane: lane_key(lane) for lane in self._hosted}
+        if missing := [key for key in keys.values() if key not in state]:
+            raise RestoreError(
+                f"The state lacks {missing}; it holds {sorted(state)}. A rank saves its own lanes: merge the states of "
+                "all ranks of the run that saved."
+            )
         states = {lane: LaneState.decode(key, state[key], state[HEADER]) for lane, key in keys.items()}
         if "weights" in restored.allowed:
             states = {lane: one.without_deficits() for lane, one in states.items()}

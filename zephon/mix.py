@@ -39,7 +39,7 @@ class Mixer:
 
     @property
     def deficits(self) -> list[int]:
-        """How far each source is behind its share, in positions times the sum of weights; 0 for one that has ended."""
+        """How far sources are behind, in positions or samples times the sum of weights; 0 for one that has ended."""
         return [deficit if deficit != _NEVER else 0 for deficit in self._deficits]
 
     def pick(self) -> int:

@@ -192,7 +192,7 @@ class _Groups:
 
     def _table(self, *who: str | int) -> list[NDArray[np.int64]]:
         """The permuted row of groups, where each ends in the row of chunks, and where each window starts and the last
-        ends: O(row groups), kept for the two epochs that lanes are in."""
+        ends: O(row groups), the last two of which are kept."""
         if who not in self._tables:
             count = len(self._chunks.parts)
             order = permute(count, make_key("groups", int(who[0]), *who[1:]), np.arange(count))

@@ -1,5 +1,6 @@
 """The stream: a recipe that is open. Independent of ranks; loaders of several ranks may share one."""
 
+import functools
 import logging
 import os
 import time
@@ -13,10 +14,10 @@ import numpy as np
 
 from zephon.catalogue import Catalogue
 from zephon.errors import RecipeError, nearest
-from zephon.feed import AHEAD_BYTES
+from zephon.feed import AHEAD_BYTES, FEED_BYTES
 from zephon.formats.index import Progress
 from zephon.formats.sources import find_files, open_sources
-from zephon.lane import TOO_LONG, Lane, LaneSource, Mix
+from zephon.lane import TOO_LONG, LaneSource, Mix
 from zephon.loader import Loader
 from zephon.mix import integer_weights
 from zephon.modality import Context, Modality, find_modality
@@ -29,7 +30,7 @@ from zephon.run.budget import Budget
 from zephon.run.isolate import IsolatedLoader
 from zephon.run.runners import InlineRunner, make_runner
 from zephon.run.watch import Watch
-from zephon.state import FORMAT_VERSION, LaneState
+from zephon.state import FORMAT_VERSION, LaneState, Position, SourceState
 from zephon.transform import BAD_ROW, Transform
 from zephon.types import Bad, Plan, Ref
 from zephon.worker import Runner, Source, Worker
@@ -90,6 +91,8 @@ class Stream:
             )
             for spec, (modality, policy) in zip(recipe.sources, modalities, strict=True)
         )
+        self.worker = Worker(self.sources)
+        self.room = _room(recipe.packing, batch.seq_len, self.worker.builder)
         for source in self.sources:
             first = np.arange(min(PROBED_ROWS, source.catalogue.rows))
             measured = Worker([source]).measure(0, first, first * 0)
@@ -97,10 +100,8 @@ class Stream:
                 bad = {measured.rows[i] for i, counts in measured.counts.items() if BAD_ROW in counts}
                 rows = source.reader.read(np.array([i for i in first.tolist() if i not in bad], np.int64))
                 source.modality.probe([row for row in rows if not isinstance(row, Bad)])
-        self.worker = Worker(self.sources)
         self.watch.name_task = self.worker.describe
         self.builder: Runner = InlineRunner(self.watch) if self.worker.builder.cheap_materialise else self.runner
-        self.room = _room(recipe.packing, batch.seq_len, self.worker.builder)
         self._packer = _packer(recipe.packing, recipe.path.parent)
         weights = integer_weights([spec.weight for spec in recipe.sources])
         self.mix = Mix(
@@ -113,7 +114,6 @@ class Stream:
         )
         self.lane_sources = tuple(self._lane_source(i, source) for i, source in enumerate(self.sources))
         self._loaders: WeakSet[Loader] = WeakSet()
-        self._usable: dict[int, bool] = {}
 
     @staticmethod
     def open(
@@ -143,16 +143,19 @@ class Stream:
         return loader
 
     def has_usable_row(self, source: int) -> bool:
-        """Whether any row of a source gives a position; reads on until it finds one, and remembers the answer."""
-        if source not in self._usable:
-            rows = self.sources[source].catalogue.rows
-            blocks = (np.arange(start, min(start + SCANNED_ROWS, rows)) for start in range(0, rows, SCANNED_ROWS))
-            self._usable[source] = any(any(self.worker.measure(source, block, block * 0).positions) for block in blocks)
-        return self._usable[source]
+        """Whether any row of a source gives a sample that is delivered; reads on until it finds one."""
+        rows = self.sources[source].catalogue.rows
+        for start in range(0, rows, SCANNED_ROWS):
+            block = np.arange(start, min(start + SCANNED_ROWS, rows))
+            measured = self.worker.measure(source, block, block * 0)
+            most = self.mix.longest or (2**62, 2**62)
+            if any(0 < size <= most[i in measured.atoms] for i, size in enumerate(measured.positions)):
+                return True
+        return False
 
-    def ahead_bytes(self) -> int:
-        """Raw bytes that each of the stream's loaders may measure ahead, which changes time and memory, never data."""
-        return min(AHEAD_BYTES, self.budget.ahead) // max(1, len(self._loaders))
+    def ahead_bytes(self, feeds: int) -> int:
+        """Raw bytes that a loader of so many feeds may measure ahead: that changes time and memory, never data."""
+        return min(max(AHEAD_BYTES, feeds * FEED_BYTES), self.budget.ahead) // max(1, len(self._loaders))
 
     def making_bytes(self) -> int:
         """Bytes of micro-batches that each of the stream's loaders may have in the making; one it may always have."""
@@ -189,7 +192,7 @@ class Stream:
 
     def start(self) -> LaneState:
         """The state of every lane before its first record."""
-        return Lane.start(self.lane_sources)
+        return LaneState(tuple(SourceState(Position(), 0, 0, 0, (0,) * len(one.counters)) for one in self.lane_sources))
 
     def header(self, step: int, history: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
         """What a checkpoint says about the stream it was taken from, and what its run was allowed."""
@@ -253,7 +256,8 @@ class Stream:
             return source.reader.place(int(chunks.rows(np.array([ref.chunk]), np.array([ref.row]))[0]))
 
         most = recipe.sources[number].max_bad
-        return LaneSource(source.name, order, counters, lambda: self.has_usable_row(number), place, most)
+        usable = functools.cache(lambda: self.has_usable_row(number))
+        return LaneSource(source.name, order, counters, usable, place, most)
 
 
 def _modality(recipe: Recipe, spec: SourceSpec, context: Context) -> tuple[Modality, str]:
@@ -280,10 +284,13 @@ def _room(packing: PackingSpec, seq_len: int, builder: Modality) -> Room:
                 f"{''.join(f' and {cost}' for cost in builder.costs)}.{nearest(name, builder.costs)}"
             )
     budgets, filler = tuple(packing.budgets.get(name, 2**62) for name in builder.costs), builder.filler
-    least = (filler.positions, *filler.atoms[0].costs) if filler else (0, *(0 for _ in budgets))
+    least = (filler.positions + 1, *filler.atoms[0].costs) if filler else (0, *(0 for _ in budgets))
     for name, given, needed in zip(("seq_len", *builder.costs), (seq_len, *budgets), least, strict=True):
-        if given <= needed:
-            raise RecipeError(f"{name} = {given}, but what ends a record without media takes {needed} of it by itself.")
+        if given < needed:
+            raise RecipeError(
+                f"{name} = {given}, but at least {needed} are needed: every record that holds no media ends with a "
+                "small picture."
+            )
     return Room(seq_len, budgets, filler)
 
 

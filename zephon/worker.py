@@ -124,13 +124,11 @@ class Worker:
                 origin = [i for i in origin if i != at]
         for sample, reason in measured.faults.items():
             bad.setdefault(origin[measured.rows[sample]], Bad(reason))
-        if not bad:
-            return spread(measured, origin, len(found), bad) if one.transforms else measured
-        if not one.skips:
+        if bad and not one.skips:
             first = min(bad)
             raise DataError(f"{one.reader.place(int(rows[first]), bad[first].offset)}: {bad[first].reason}")
         bad = {i: why._replace(place=one.reader.address(int(rows[i]), why.offset)) for i, why in bad.items()}
-        return spread(measured, origin, len(found), bad)
+        return spread(measured, origin, len(found), bad) if bad or one.transforms else measured
 
     def materialise(self, plans: Sequence[Plan]) -> Batch:
         """Build one micro-batch from plans."""

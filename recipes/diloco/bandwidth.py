@@ -229,7 +229,7 @@ class Args:
     json: Path | None = None
     """Also write everything that is printed to this file."""
     picture: Path | None = None
-    """Also draw the bandwidths (PNG or SVG). Needs matplotlib: pip install 'zephon-lanes[demo]'."""
+    """Also draw the bandwidths (PNG or SVG). Needs matplotlib: pip install -e '.[demo]'."""
 
 
 def main() -> None:

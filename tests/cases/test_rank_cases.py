@@ -149,7 +149,7 @@ def test_sources_may_be_smaller_than_the_machine(
         (4, 4, None, "rank must be from 0 to 3, it is 4"),
         (0, 0, None, "0 data-parallel ranks cannot share 4 lanes"),
         (0, -2, None, "-2 data-parallel ranks cannot share 4 lanes"),
-        (0, 3, None, r"the nearest to 3 are 2 and 4"),
+        (0, 3, None, r"the nearest to 3: 2 and 4"),
         (0, 8, None, r"The numbers of ranks that work are \[1, 2, 4\]"),
         (0, 1, 3, r"a local batch of 3 does not divide. The local batches that work are \[1, 2, 4, 8\]"),
         (0, 1, 0, "a local batch of 0 does not divide"),

@@ -45,7 +45,7 @@ def check(
 ) -> int:
     """Validate a recipe: everything that can be known without reading all of the data.
 
-    Says which code the recipe has run, then indexes the files, loads the tokenizer, measures the first rows of every
+    Says which code the recipe runs, then indexes the files, loads the tokenizer, measures the first rows of every
     source; prints rows, chunks and target share of every source and every number of data-parallel ranks that works.
 
     Args:
@@ -92,7 +92,7 @@ def check(
 
 
 def _show_code(named: list[dict[str, str]], json: bool) -> None:
-    table = Table("for", "code", "from", title="Code that this recipe has run")
+    table = Table("for", "code", "from", title="Code that this recipe runs")
     for one in named:
         table.add_row(*map(escape, one.values()))
         if json:
@@ -107,14 +107,8 @@ def _show_check(rows: list[dict[str, Any]], worlds: list[dict[str, Any]], stream
         "source", "share", "shards", "rows", "MB", "chunks", "rows a chunk", title=escape(str(stream.recipe.path))
     )
     for row in rows:
-        cells = (
-            escape(row["source"]),
-            f"{row['share']:.2%}",
-            row["shards"],
-            f"{row['rows']:,}",
-            f"{row['bytes'] / 1e6:,.1f}",
-        )
-        table.add_row(*map(str, cells), f"{row['chunks']:,}", f"{row['chunk_rows']:,}")
+        sizes = (f"{row['bytes'] / 1e6:,.1f}", f"{row['chunks']:,}", f"{row['chunk_rows']:,}")
+        table.add_row(escape(row["source"]), f"{row['share']:.2%}", str(row["shards"]), f"{row['rows']:,}", *sizes)
     out.print(table)
     for row in rows:
         if row["walked_by_every_lane"]:
@@ -187,8 +181,10 @@ def run(
             skips.write(loader.take_skipped())
             saving.after([loader], steps)
 
-        report = rehearse(stream, loader, steps, after, err)
-        skips.write(loader.take_skipped())
+        try:
+            report = rehearse(stream, loader, steps, after, err)
+        finally:  # too many bad rows are an error, which says that this list names them
+            skips.write(loader.take_skipped())
         if saving.save and saving.save_at is None and steps is None and loader.between_steps:
             write_state([loader], saving.save)  # stopped by Ctrl-C: the last step is the one it came to
         if writer:
@@ -244,17 +240,18 @@ def digest(
         loaders = [stream.loader(rank, dp) for rank in range(dp)]
         saving.begin(loaders, steps)
         skips = SkipWriter(skipped)
-        while steps is None or loaders[0].step < steps:
-            try:
+        try:
+            while steps is None or loaders[0].step < steps:
                 parts = [loader.step_records() for loader in loaders]
-            except StopIteration:
                 skips.write(one for loader in loaders for one in loader.take_skipped())
-                break
+                of_lanes = {lane: lane_digest(mine) for part in parts for lane, mine in part.items()}
+                line = ledger_line(loaders[0].step, of_lanes, whole=True)
+                _print_json(line if lanes else {"step": line["step"], "sha256": line["sha256"]})
+                saving.after(loaders, steps)
+        except StopIteration:
+            pass
+        finally:
             skips.write(one for loader in loaders for one in loader.take_skipped())
-            of_lanes = {lane: lane_digest(mine) for part in parts for lane, mine in part.items()}
-            line = ledger_line(loaders[0].step, of_lanes, whole=True)
-            _print_json(line if lanes else {"step": line["step"], "sha256": line["sha256"]})
-            saving.after(loaders, steps)
     return 0
 
 

@@ -164,7 +164,7 @@ def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> 
                 batch = next(loader)
             except Exception as error:
                 ended = isinstance(error, StopIteration)
-                group.items.append((None, None if ended else failure(error), loader.take_skipped() if ended else None))
+                group.items.append((None, None if ended else failure(error), loader.take_skipped()))
                 live = False
                 continue
             ends = loader.between_steps

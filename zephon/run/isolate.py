@@ -45,7 +45,7 @@ class IsolatedLoader(Loader):
         batch, state, stats = self._taken.popleft() if self._taken else self._receive()
         if batch is None:
             self._ended, self._failed = True, state
-            self._skipped += stats or []  # what it passed after the last step
+            self._skipped += stats or []  # what it passed after the last step handed over
             raise state or StopIteration
         self._handed += 1
         if state is not None:
