@@ -39,6 +39,8 @@ class Args:
     images: int = 400
     """Images a run, where there are."""
     local: int = 8
+    share: int = 1
+    """Sequences that each of many lanes gives a step; fewer lanes than `local` share `local` times as many."""
     name: str = "lanes"
     """Of the file of results."""
     one: int = 0
@@ -55,6 +57,7 @@ def main() -> None:
         for lanes in args.lanes:
             command = [sys.executable, "-m", "benchmarks.lanes", str(args.recipe), "--one", str(lanes)]
             command += ["--million", str(args.million), "--images", str(args.images), "--local", str(args.local)]
+            command += ["--share", str(args.share)]
             out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
             rounds.append(json.loads(out.splitlines()[-1]))
             print(rounds[-1])
@@ -79,7 +82,7 @@ def measure(args: Args, lanes: int) -> dict[str, Any]:
     recipe = Recipe.load(args.recipe)
     assert recipe.tokenizer is not None
     assert recipe.batch is not None
-    size = max(lanes, args.local)
+    size = max(lanes, args.local) * args.share
     recipe = replace(recipe, lanes=lanes, batch=replace(recipe.batch, global_batch_size=size))
     share_tokenizer(recipe)
     gc.disable()
