@@ -180,7 +180,7 @@ def _open(file: Path, raw: bytes, config: dict[str, Any]) -> tuple[Library, Any]
     except ImportError as error:
         raise RecipeError(
             f"{file} is no tokenizer.json, so it needs the library that defines its ids ({error}). "
-            "Install it with: pip install -e '.[convert]'."
+            "Install it with: pip install -e '.[convert]' in a checkout."
         ) from error
     except RecipeError:
         raise

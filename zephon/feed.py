@@ -131,8 +131,8 @@ class Feed:
         block = _Block(group, range(index + 1, index + 1 + end - first))
         if end - first != end_row - first_row:  # a row gave several samples
             local = [row - first_row for row in measured.rows[first:end]]
-            numbers = found = [i - bisect_left(local, row) for i, row in enumerate(local)]
-            block = _Block(group, [index + row for row in (*local[1:], len(inside))], [*found[1:], 0])
+            numbers = [i - bisect_left(local, row) for i, row in enumerate(local)]
+            block = _Block(group, [index + row for row in (*local[1:], len(inside))], [*numbers[1:], 0])
             epochs, chunks, inside = ([column[row] for row in local] for column in rows)
         refs = zip(repeat(self.source), epochs, chunks, inside, numbers, strict=False)
         samples = zip(

@@ -134,9 +134,9 @@ class Lane:
 
     def mark(self) -> Mark:
         """What `state` needs to tell the state after the record that `next_plan` returned last, even much later."""
-        open = self._restored[0][1:] if self._restored else (self._rest, tuple(map(tuple, self._packer.open)))
+        waiting = self._restored[0][1:] if self._restored else (self._rest, tuple(map(tuple, self._packer.open)))
         places = [part for feed in self.feeds for part in feed.mark()]
-        return (*open, *places, *self._offsets, *self._mixer.deficits, *self._mixed, *self._counts)
+        return (*waiting, *places, *self._offsets, *self._mixer.deficits, *self._mixed, *self._counts)
 
     def state(self, mark: Mark) -> LaneState:
         """The state that a mark of this lane stands for; shares nothing with the lane."""

@@ -145,7 +145,7 @@ def find_modality(name: str) -> type[Modality]:
     except ImportError as error:
         raise RecipeError(
             f"The modality {name!r} cannot be loaded: {error}. Install what it needs, for those that come with Zephon "
-            f"with: pip install -e '.[image]'."
+            f"with: pip install -e '.[image]' in a checkout."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Which code a recipe has run. All of it is named: modalities of installed packages, functions, and a packer."""
+"""Which code a recipe runs. All of it is named: modalities of installed packages, functions, and a packer."""
 
 from zephon.modality import modality_code
 from zephon.pack import ALGORITHMS

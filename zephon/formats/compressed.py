@@ -84,7 +84,7 @@ def _zstd() -> Any:
     except ImportError as error:
         raise RecipeError(
             "A source has .zst files, which this Python cannot decompress by itself. Install the extra: "
-            "pip install -e '.[zstd]'."
+            "pip install -e '.[zstd]' in a checkout."
         ) from error
 
 

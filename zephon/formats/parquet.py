@@ -47,7 +47,8 @@ def _arrow() -> Any:
         return [importlib.import_module(name) for name in ("pyarrow.compute", "pyarrow.parquet", "pyarrow")][-1]
     except ImportError as error:
         raise RecipeError(
-            "A source has .parquet files, which are read with pyarrow. Install the extra: pip install -e '.[parquet]'."
+            "A source has .parquet files, which are read with pyarrow. Install the extra: "
+            "pip install -e '.[parquet]' in a checkout."
         ) from error
 
 

@@ -250,7 +250,7 @@ def _splitter() -> Any:
     except ImportError as error:
         raise RecipeError(
             "A source has .tar files, whose samples are found by the rules of the package webdataset, and that cannot "
-            f"be imported ({error}). Install the extra: pip install -e '.[image]'."
+            f"be imported ({error}). Install the extra: pip install -e '.[image]' in a checkout."
         ) from error
 
 
