@@ -27,7 +27,10 @@ from torchtitan.hf_datasets.multimodal.utils import image as titan
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from benchmarks import report
-from modalities.images import PRESETS, Geometry, codec_versions, expand, load, patchify, read_size
+from modalities.geometry import Geometry, expand, patchify
+from modalities.headers import read_size
+from modalities.images import codec_versions, load
+from modalities.presets import PRESETS
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 HALF = (0.5, 0.5, 0.5)
@@ -113,7 +116,7 @@ def by_pillow(data: bytes, geometry: Geometry) -> tuple[torch.Tensor, list[int]]
 
 def parity(pictures: list[Member], name: str, other: Callable[..., Any]) -> dict[str, Any]:
     """Differences in levels of 255; `grids` counts the images whose grids differ."""
-    geometry, grids, means, most = PRESETS[name], 0, list[float](), 0.0
+    geometry, grids, means, most = PRESETS[name].geometry, 0, list[float](), 0.0
     for picture in pictures:
         size = read_size(picture)
         ours = expand(torch.from_numpy(patches(picture.read(), size, geometry)), geometry, HALF, HALF)
@@ -135,7 +138,7 @@ def parity(pictures: list[Member], name: str, other: Callable[..., Any]) -> dict
 
 def cost(pictures: list[Member], rounds: int) -> dict[str, Any]:
     """CPU ms an image, median of the rounds."""
-    geometry = replace(PRESETS["qwen3_5"], max_pixels=262_144)
+    geometry = replace(PRESETS["qwen3_5"].geometry, max_pixels=262_144)
     files = [one.read() for one in pictures]
     sizes = [read_size(one) for one in pictures]
     targets = [geometry.target(*size) for size in sizes]
@@ -188,7 +191,7 @@ def main() -> None:
         ("TorchTitan, qwen3_5", "qwen3_5", by_titan),
         ("TorchTitan, glimmer", "glimmer", by_titan),
         ("TorchTitan, qwen2_vl", "qwen2_vl", by_titan),
-        ("transformers, qwen2_vl", "qwen2_vl", Transformers(PRESETS["qwen2_vl"])),
+        ("transformers, qwen2_vl", "qwen2_vl", Transformers(PRESETS["qwen2_vl"].geometry)),
         ("Pillow, qwen2_vl", "qwen2_vl", by_pillow),
     ):
         result["parity in levels of 255"][title] = found = parity(pictures, name, other)

@@ -144,16 +144,6 @@ class Geometry:
         return height * width // self.unit**2
 
 
-PRESETS = {
-    "qwen3_5": Geometry(16, 2, 2, "block", min_pixels=65_536, max_pixels=16_777_216),
-    "qwen2_vl": Geometry(14, 2, 2, "block", min_pixels=3_136, max_pixels=1_003_520),
-    "glimmer": Geometry(
-        14, 2, 2, "raster", min_pixels=784, max_pixels=3_136, max_patches=4_096, max_patches_per_side=512
-    ),
-}
-"""Defaults of TorchTitan 0.3's `qwen3_5` and `muse_glimmer` configurations and of transformers' Qwen2-VL processor."""
-
-
 def patchify(pixels: NDArray[np.uint8], geometry: Geometry, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
     """Cut an image into patches in the order of the model.
 

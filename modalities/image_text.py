@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modalities.encoder import EncodeError
-from modalities.images import Geometry, Header, ImageError, codec_versions, expand, load, patchify, read_header
+from modalities.geometry import Geometry, ImageError, expand, patchify
+from modalities.headers import Header, read_header
+from modalities.images import codec_versions, load
 from modalities.media import MediaError
 from modalities.options import Options
 from modalities.parts import OPTIONS, Layout, Part, PartsError

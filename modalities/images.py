@@ -33,15 +33,10 @@ import torchvision.io  # registers the operators that decode
 from numpy.typing import NDArray
 from PIL import BmpImagePlugin, GifImagePlugin, Image, ImageFile, WebPImagePlugin, features
 
-from modalities.geometry import PRESETS, Geometry, ImageError, Size, expand, patchify
-from modalities.headers import Header, Prefix, read_header, read_size, segments
+from modalities.geometry import ImageError, Size
+from modalities.headers import Header, Prefix, read_header, segments
 from modalities.media import Bytes
 from zephon.errors import UsageError
-
-__all__ = [
-    "PRESETS", "Color", "Geometry", "Header", "ImageError", "Pixels", "Size",
-    "codec_versions", "expand", "load", "patchify", "read_header", "read_size",
-]  # fmt: skip
 
 Pixels = NDArray[np.uint8]
 Color = tuple[int, int, int]

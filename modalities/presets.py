@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from modalities.geometry import PRESETS as GEOMETRIES
 from modalities.geometry import Geometry
 
 
@@ -26,13 +25,17 @@ class Preset:
 
 
 PRESETS = {
-    "qwen3_5": Preset(GEOMETRIES["qwen3_5"], mrope=True),
+    "qwen3_5": Preset(Geometry(16, 2, 2, "block", min_pixels=65_536, max_pixels=16_777_216), mrope=True),
     "qwen2_vl": Preset(
-        GEOMETRIES["qwen2_vl"],
+        Geometry(14, 2, 2, "block", min_pixels=3_136, max_pixels=1_003_520),
         mrope=True,
         mean=(0.48145466, 0.4578275, 0.40821073),
         std=(0.26862954, 0.26130258, 0.27577711),
     ),
-    "glimmer": Preset(GEOMETRIES["glimmer"], mrope=False),
+    "glimmer": Preset(
+        Geometry(14, 2, 2, "raster", min_pixels=784, max_pixels=3_136, max_patches=4_096, max_patches_per_side=512),
+        mrope=False,
+    ),
 }
-"""The defaults of TorchTitan 0.3's models and of transformers' Qwen2-VL processor; a source may change the sizes."""
+"""The defaults of TorchTitan 0.3's `qwen3_5` and `muse_glimmer` configurations and of transformers' Qwen2-VL
+processor; a source may change the sizes."""

@@ -21,8 +21,6 @@ from modalities.ranks import Ranks
 from zephon.errors import RecipeError
 from zephon.recipe import TokenizerSpec
 
-__all__ = ["PROBES", "TextTokenizer"]
-
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 

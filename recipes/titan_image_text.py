@@ -14,8 +14,8 @@ from torchtitan.components.tokenizer import MultiModalTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.protocols.model_spec import ModelSpec
 
+from modalities.geometry import expand
 from modalities.image_text import ImageText
-from modalities.images import expand
 from recipes import cpu
 from recipes.titan_text import complete_run, on_cpu, with_vocabulary
 from zephon import RecipeError

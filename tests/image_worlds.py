@@ -32,8 +32,8 @@ from torchtitan.hf_datasets.multimodal.mm_collator import MultiModalCollator
 from worlds import BOS, EOS, LaneOracle, SourceSpec, World, byte_letters, clean, cut_in_shards, make_text, shard_bytes
 
 import zephon
-from modalities.geometry import Geometry, ImageError
-from modalities.images import load, patchify
+from modalities.geometry import Geometry, ImageError, patchify
+from modalities.images import load
 from modalities.presets import PRESETS, Preset
 from zephon.catalogue import ChunkTable
 from zephon.order import SourceOrder

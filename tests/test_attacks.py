@@ -28,7 +28,8 @@ from PIL import Image
 
 from modalities import images
 from modalities.geometry import ImageError
-from modalities.images import load, read_size
+from modalities.headers import read_size
+from modalities.images import load
 from modalities.media import Bytes, MediaError, media
 from zephon import DataError
 from zephon.errors import UsageError

@@ -57,7 +57,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from worlds import Fleet, SourceSpec, byte_letters, check_resumes, cut_in_shards, divisors, make_texts, merge
 
 import zephon
-from modalities.images import ImageError, expand, load, read_size
+from modalities.geometry import ImageError, expand
+from modalities.headers import read_size
+from modalities.images import load
 from modalities.media import Bytes
 from zephon.digest import lane_digest, step_digest
 from zephon.modality import Context, find_modality

@@ -29,13 +29,15 @@ from PIL import Image, ImageFile, ImageOps
 from torchtitan.hf_datasets.multimodal.utils import image as titan
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from modalities.headers import MAX_SOURCE_PIXELS
-from modalities.images import PRESETS, Geometry, ImageError, codec_versions, expand, load, patchify, read_size
+from modalities.geometry import Geometry, ImageError, expand, patchify
+from modalities.headers import MAX_SOURCE_PIXELS, read_size
+from modalities.images import codec_versions, load
+from modalities.presets import PRESETS
 from zephon.errors import UsageError
 
 MEAN = 2.0  # levels of 255
 HALF = (0.5, 0.5, 0.5)
-QWEN2 = PRESETS["qwen2_vl"]
+QWEN3, QWEN2 = PRESETS["qwen3_5"].geometry, PRESETS["qwen2_vl"].geometry
 
 
 @dataclass
@@ -167,7 +169,7 @@ GEOMETRIES = st.builds(
     st.sampled_from([1, 2, 4]),
     st.sampled_from([784, 3136, 65_536]),
     st.sampled_from([4, 16, 256, 5000]),
-) | st.sampled_from([replace(one, max_patches=None, max_patches_per_side=None) for one in PRESETS.values()])
+) | st.sampled_from([replace(one.geometry, max_patches=None, max_patches_per_side=None) for one in PRESETS.values()])
 SIDES = st.integers(1, 65_535) | st.integers(1, 300)
 
 
@@ -262,7 +264,7 @@ def test_patches_are_torchtitans(order: str, side: int, merge: int) -> None:
 
 
 def test_patches_of_any_layout_go_where_they_are_wanted() -> None:
-    geometry, pixels = PRESETS["qwen3_5"], scene(64, 96)
+    geometry, pixels = QWEN3, scene(64, 96)
     plain = patchify(pixels, geometry)
     planes = np.ascontiguousarray(pixels.transpose(2, 0, 1)).transpose(1, 2, 0)
     batch = np.zeros((60, 768), np.uint8)
@@ -281,9 +283,9 @@ def test_patches_of_any_layout_go_where_they_are_wanted() -> None:
 
 @pytest.mark.gpu
 def test_a_device_expands_as_the_processor_does() -> None:
-    found = torch.from_numpy(patchify(scene(64, 96), PRESETS["qwen3_5"]))
-    there = expand(found.cuda(), PRESETS["qwen3_5"], HALF, HALF)
-    torch.testing.assert_close(there.cpu(), expand(found, PRESETS["qwen3_5"], HALF, HALF), rtol=0, atol=1e-6)
+    found = torch.from_numpy(patchify(scene(64, 96), QWEN3))
+    there = expand(found.cuda(), QWEN3, HALF, HALF)
+    torch.testing.assert_close(there.cpu(), expand(found, QWEN3, HALF, HALF), rtol=0, atol=1e-6)
 
 
 # --- parity ---
@@ -291,7 +293,7 @@ def test_a_device_expands_as_the_processor_does() -> None:
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_pixels_are_torchtitans(preset: str) -> None:
-    geometry = PRESETS[preset]
+    geometry = PRESETS[preset].geometry
     for name, data in (*PICTURES.items(), *real()):
         found, theirs = ours(data, geometry), by_titan(data, geometry)
         assert theirs, name

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-from modalities.images import expand
+from modalities.geometry import expand
 from modalities.presets import PRESETS
 from recipes.demo.corpus import train_tokenizer
 from recipes.demo.pictures import MARKS, build_pairs

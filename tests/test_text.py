@@ -12,8 +12,9 @@ import pytest
 from tokenizers import Tokenizer
 from worlds import BOS, EOS, tokenizer_folder
 
+from modalities.encoder import PROBES
 from modalities.text import Text
-from modalities.tokenizer import PROBES, TextTokenizer
+from modalities.tokenizer import TextTokenizer
 from zephon import RecipeError
 from zephon.modality import Context, find_modality
 from zephon.recipe import TokenizerSpec

@@ -32,10 +32,13 @@ def with_our_images(collator: Any) -> Any:
     import torch
     from torchtitan.hf_datasets.multimodal import mm_datasets
 
-    from modalities.images import PRESETS, load, patchify, read_size
+    from modalities.geometry import patchify
+    from modalities.headers import read_size
+    from modalities.images import load
     from modalities.media import Bytes
+    from modalities.presets import PRESETS
 
-    geometry = replace(PRESETS["qwen3_5"], min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS)
+    geometry = replace(PRESETS["qwen3_5"].geometry, min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS)
 
     def process(image: bytes, **_: Any) -> Any:
         return torch.from_numpy(load(image, geometry.target(*read_size(Bytes(image)))))[None]
