@@ -18,7 +18,6 @@ from modalities.sequences import build, split
 from modalities.talk import BadTalkError, Talk, read_talk, strings
 from modalities.template import RenderError, Template
 from modalities.tokenizer import TextTokenizer
-from zephon.errors import RecipeError
 from zephon.modality import BadRowError, Context
 from zephon.types import Batch, Measured, Plan, Record, Row
 
@@ -80,12 +79,9 @@ class Chat:
         self._loss = given.choice("loss", ("all", "last"))
         self._too_long = given.choice("too_long", ("keep", "cut", "drop"))
         self._seq_len, self._extras = context.seq_len, context.extras
-        spec = context.tokenizer
-        if spec is None:
-            raise RecipeError("There is no [tokenizer]; a chat source needs one.")
-        self._tokenizer: TextTokenizer = context.share(("tokenizer", spec), lambda: TextTokenizer(spec))
+        self._tokenizer = TextTokenizer.of(context, "a chat source")
         self._template: Template = context.share(
-            ("chat template", spec), lambda: Template(self._tokenizer.folder, self._tokenizer.config)
+            ("chat template", context.tokenizer), lambda: Template(self._tokenizer.folder, self._tokenizer.config)
         )
         self._tokenizer.check_special()
         self._writer = Writer(self._tokenizer, self._template, last=self._loss == "last")

@@ -100,10 +100,7 @@ class ImageText:
         self._over = given.choice("over_budget", ("split", "shrink", "drop"))
         self._whole = given.flag("keep_whole", True)
         self._style = Style(given.colour("background", (255, 255, 255)), context.on_error == "raise")
-        spec = context.tokenizer
-        if spec is None:
-            raise RecipeError("There is no [tokenizer]; an image_text source needs one.")
-        self._tokenizer: TextTokenizer = context.share(("tokenizer", spec), lambda: TextTokenizer(spec))
+        self._tokenizer = TextTokenizer.of(context, "an image_text source")
         self.marks = Marks.of(self._tokenizer, self.preset)
         self._seq_len, self._extras = context.seq_len, context.extras
         patches, images = (context.budgets.get(name, 2**62) for name in self.costs)

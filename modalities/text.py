@@ -15,7 +15,7 @@ from modalities.media import MediaError, text_of
 from modalities.options import Options
 from modalities.sequences import build, split
 from modalities.tokenizer import TextTokenizer
-from zephon.errors import RecipeError, nearest
+from zephon.errors import nearest
 from zephon.modality import BadRowError, Context
 from zephon.types import Batch, Measured, Plan, Record, Row
 
@@ -39,10 +39,7 @@ class Text:
     def __init__(self, options: Mapping[str, Any], context: Context) -> None:
         self._field = Options("text", options, ("text",)).field("text", "text")
         self._seq_len, self._extras = context.seq_len, context.extras
-        spec = context.tokenizer
-        if spec is None:
-            raise RecipeError("There is no [tokenizer]; a text source needs one.")
-        self._tokenizer: TextTokenizer = context.share(("tokenizer", spec), lambda: TextTokenizer(spec))
+        self._tokenizer = TextTokenizer.of(context, "a text source")
 
     def fingerprint(self) -> dict[str, Any]:
         return {"text": self._field, "tokenizer": self._tokenizer.fingerprint}

@@ -19,6 +19,7 @@ from modalities.hub import Hub
 from modalities.pieces import Pieces
 from modalities.ranks import Ranks
 from zephon.errors import RecipeError
+from zephon.modality import Context
 from zephon.recipe import TokenizerSpec
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -50,6 +51,18 @@ class TextTokenizer(Encoder):
         self.hidden = self._leaks()
         super().__init__(self._own.renamed(self._names) if self.hidden else self._own)
         self.compare(self._contexts(), "control tokens")
+
+    @staticmethod
+    def of(context: Context, who: str) -> "TextTokenizer":
+        """The tokenizer of a stream, loaded once for all of its sources; `who` needs it.
+
+        Raises:
+            RecipeError: the recipe names none.
+        """
+        spec = context.tokenizer
+        if spec is None:
+            raise RecipeError(f"There is no [tokenizer]; {who} needs one.")
+        return context.share(("tokenizer", spec), lambda: TextTokenizer(spec))
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
