@@ -94,7 +94,7 @@ class ImageText:
         given = Options("image_text", options, (*OPTIONS, *rules, *sizes))
         self._layout = Layout.of(given, context.folder)
         self.preset = PRESETS[given.choice("preset", list(PRESETS))]
-        asked = {name: given.number(name, None) for name in sizes}
+        asked = {name: given.number(name) for name in sizes}
         self.geometry: Geometry = _changed(self.preset.geometry, asked)
         self._floats = given.choice("pixels", ("uint8", "float32")) == "float32"
         self._over = given.choice("over_budget", ("split", "shrink", "drop"))

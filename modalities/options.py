@@ -1,11 +1,13 @@
 """The keys of a source that belong to its modality, read strictly."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from zephon.errors import RecipeError, nearest
+from zephon.recipe import SourceSpec
 
-_EVERY = ("name", "paths", "weight", "modality", "chunk_rows", "filter", "map", "epochs", "on_error", "max_bad")
+_EVERY = tuple(one.name for one in fields(SourceSpec) if one.name != "options")
 """Keys that every source takes, for messages."""
 
 
@@ -61,13 +63,13 @@ class Options:
             raise RecipeError(f"{key} must be true or false, it is {value!r}.")
         return value
 
-    def number(self, key: str, default: int | None, least: int = 1, most: int = 2**31 - 1) -> int | None:
-        """A whole number in `[least, most]`."""
-        value = self._given.get(key, default)
-        if value is default:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise RecipeError(f"{key} must be a whole number from {least} to {most}, it is {value!r}.")
+    def number(self, key: str) -> int | None:
+        """A whole number above 0; None where it is left out."""
+        value = self._given.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+            raise RecipeError(f"{key} must be a whole number from 1 to {2**31 - 1}, it is {value!r}.")
         return value
 
     def colour(self, key: str, default: tuple[int, int, int]) -> tuple[int, int, int]:
