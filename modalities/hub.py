@@ -68,7 +68,7 @@ class Hub:
         Merges that would make a control token out of letters are left out: no text can become one.
         """
         tree = json.loads(self._json)
-        tree["post_processor"] = tree["truncation"] = tree["padding"] = None
+        tree["post_processor"] = None
         for token in tree["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
         model = tree["model"]
@@ -97,8 +97,6 @@ class Hub:
     def _load(self, special: bool) -> Tokenizer:
         tokenizer = Tokenizer.from_str(self._json)
         tokenizer.encode_special_tokens = not special
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
         tokenizer.post_processor = None  # it would move the ends of tokens off white space
         return tokenizer
 
