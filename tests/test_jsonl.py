@@ -266,7 +266,7 @@ def test_threads_share_a_reader_of_more_files_than_may_be_open(tmp_path: Path) -
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
-    assert len(reader._files) == 2
+    assert len(reader._files._files) == 2
     reader.close()
 
 

@@ -114,8 +114,7 @@ def test_jsonl_files_of_all_sources_are_indexed_together(tmp_path: Path, monkeyp
     assert builds == [3]
     assert len({total for _, total in told}) == 1
     readers = [one.reader for one in opened.values()]
-    assert len({id(vars(reader)["_open_files"]) for reader in readers}) == 1
-    assert vars(readers[0])["_open_files"] == 512 // 3
+    assert [vars(reader)["_files"]._limit for reader in readers] == [512 // 3] * 3
 
 
 def test_a_source_without_rows_is_named(tmp_path: Path) -> None:

@@ -38,6 +38,16 @@ class File(NamedTuple):
     size: int
     mtime_ns: int
 
+    @staticmethod
+    def at(path: Path) -> "File":
+        """The state that a file is in now; OSError where there is none."""
+        stat = path.stat()
+        return File(str(path), stat.st_size, stat.st_mtime_ns)
+
+    def is_state(self, stat: os.stat_result) -> bool:
+        """Whether this is still the state of the file, by size and modification time."""
+        return (stat.st_size, stat.st_mtime_ns) == (self.size, self.mtime_ns)
+
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from byte `offset` on. Several threads may read.
 
@@ -49,7 +59,7 @@ class File(NamedTuple):
         try:
             file, data = OPEN.get(self), b""
             stat = os.fstat(file.fd)
-            if (stat.st_size, stat.st_mtime_ns) == self[1:]:
+            if self.is_state(stat):
                 while len(data) < size and (more := pread(file.fd, size - len(data), offset + len(data), self.path)):
                     data = data + more if data else more
         except OSError as error:

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from zephon.catalogue import Shard
 from zephon.errors import DataError
+from zephon.formats.blobs import File
 from zephon.formats.compressed import MEMBER_BYTES, CompressedFile, Copies, Descriptor, Piece, codec_of
 from zephon.formats.lines import Offsets, Rows, scan_block
 from zephon.formats.shared import alone, private_name, sweep
@@ -61,6 +62,7 @@ class LineIndex:
         shard: name, path, rows, bytes and content hash of the text; those of a compressed file are of the plain one.
         starts: uint64 [rows + 1]; row `i` lies in bytes `[starts[i], starts[i + 1])`, trailing blanks included.
         codec: how the file is compressed, or None.
+        file: the state of the file that was indexed.
         members: uint64 [2, members + 1] where it is read in place: first byte of each in the file and in the text.
         copy: the text, decompressed, where it is not; locked against removal while anybody holds it.
     """
@@ -69,8 +71,7 @@ class LineIndex:
         self, shard: Shard, starts: Offsets, members: Offsets | None = None, copy: Descriptor | None = None
     ) -> None:
         self.shard, self.starts, self.members, self.copy = shard, starts, members, copy
-        self.codec = codec_of(shard.path)
-        self._state = _state(Path(shard.path).stat())
+        self.codec, self.file = codec_of(shard.path), File.at(Path(shard.path))
 
     def named(self, name: str) -> "LineIndex":
         """The same file under another shard name."""
@@ -95,15 +96,11 @@ class LineIndex:
         Raises:
             DataError: size or modification time differ.
         """
-        if _state(os.fstat(fd)) != self._state:
+        if not self.file.is_state(os.fstat(fd)):
             raise DataError(
                 f"{self.shard.path} was changed while the run reads it: the rows that it would give now are not those "
                 "that the run's order was made for. Put the old file back, or start a new run on the new one."
             )
-
-
-def _state(stat: os.stat_result) -> tuple[int, int]:
-    return stat.st_size, stat.st_mtime_ns
 
 
 def index_files(files: dict[str, Path], cache: Path, progress: Progress | None = None) -> list[LineIndex]:

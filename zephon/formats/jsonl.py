@@ -22,7 +22,7 @@ import orjson
 from numpy.typing import NDArray
 
 from zephon.errors import DataError
-from zephon.formats.blobs import open_files
+from zephon.formats.blobs import OpenFiles, open_files
 from zephon.formats.compressed import Codec, Descriptor, decompress
 from zephon.formats.index import LineIndex
 from zephon.formats.lines import BLANK, ROW_BYTES, Offsets
@@ -52,7 +52,6 @@ class JsonlReader:
     def __init__(
         self, indexes: Sequence[LineIndex], kept: "MemberCache | None" = None, open_files: int = OPEN_FILES
     ) -> None:
-        self._open_files = open_files
         self._indexes = list(indexes)
         rows = np.asarray([index.shard.rows for index in indexes], dtype=np.int64)
         self._first = np.cumsum(rows) - rows
@@ -64,7 +63,7 @@ class JsonlReader:
             else None
             for index in indexes
         ]
-        self._lock, self._files = threading.Lock(), OrderedDict[int, Descriptor]()
+        self._files = OpenFiles(open_files)
 
     def read(self, rows: NDArray[np.int64]) -> list[Row | Bad]:
         """The parsed rows, in the order asked for; `Bad` in place of one that is no JSON object."""
@@ -117,19 +116,12 @@ class JsonlReader:
         return out
 
     def _file(self, shard: int) -> Descriptor:
-        """A shard that is open; those used longest ago are closed, when nobody reads them any more."""
+        """A shard that is open."""
         index = self._indexes[shard]
         if copy := index.copy:
             return copy
         assert not index.codec or self._members[shard], "the reader is closed"
-        with self._lock:
-            if shard in self._files:
-                self._files.move_to_end(shard)
-                return self._files[shard]
-            if len(self._files) >= self._open_files:
-                self._files.popitem(last=False)
-            file = self._files[shard] = Descriptor(index.shard.path)
-            return file
+        return self._files.get(index.file)
 
     def _pread(self, file: Descriptor, size: int, at: int, shard: int) -> bytes:
         """`size` bytes of a shard's text from byte `at` on."""
@@ -149,8 +141,7 @@ class JsonlReader:
 
     def close(self) -> None:
         """Close the files, and let go of copies."""
-        with self._lock:
-            self._files.clear()
+        self._files.forget(index.file for index in self._indexes)
         for index in self._indexes:
             index.copy = None
 

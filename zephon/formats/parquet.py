@@ -94,8 +94,7 @@ def open_parquet(
 
 
 def _footer(name: str, path: Path) -> _Footer:
-    stat = path.stat()
-    file = File(str(path), stat.st_size, stat.st_mtime_ns)
+    file = File.at(path)
     meta = _metadata(file, raw := _tail(file))
     groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
     rows, sizes = tuple(int(g.num_rows) for g in groups), tuple(int(g.total_byte_size) for g in groups)
