@@ -14,7 +14,6 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -26,12 +25,9 @@ from zephon.formats.blobs import OpenFiles, open_files
 from zephon.formats.compressed import Codec, Descriptor, decompress
 from zephon.formats.index import LineIndex
 from zephon.formats.lines import BLANK, ROW_BYTES, Offsets
-from zephon.formats.parts import by_part, part_of
+from zephon.formats.parts import by_part, part_of, read_near
 from zephon.formats.steady import pread
 from zephon.types import Bad, Row
-
-_NEAR = 16 * 1024
-"""Rows closer than this are read in one go: a second call costs what reading 16 KiB from the page cache costs."""
 
 OPEN_FILES = open_files(512, 3)
 """Files that the readers of a stream keep open, together: two streams, as of training and validation, find room."""
@@ -86,7 +82,7 @@ class JsonlReader:
         shard, start, _ = self._span(row)
         index, line, at = self._indexes[shard], 1, 0
         while at < start:
-            block = self._pread(self._file(shard), min(start - at, 1 << 20), at, shard)
+            block = self._pread(self._file(shard), shard, at, min(start - at, 1 << 20))
             line, at = line + block.count(b"\n"), at + len(block)
         return f"{index.shard.path}, line {line}, {'decompressed byte' if index.codec else 'byte'} {start + offset}"
 
@@ -96,23 +92,17 @@ class JsonlReader:
         return shard, int(starts[local]), int(starts[local + 1])
 
     def _raw(self, rows: NDArray[np.int64]) -> list[bytes]:
-        """Bytes of each row, read in few calls: rows are visited by place and joined while the gaps are small."""
+        """Bytes of each row, read in few calls."""
         out: list[bytes] = [b""] * len(rows)
         for shard, where, local in by_part(self._first, rows):
-            order = np.argsort(local, kind="stable")
-            where, local = where[order], local[order]
             lo, hi = self._indexes[shard].spans(local)
             hi = np.where(hi - lo > ROW_BYTES, lo, hi)  # nothing is read of what is too long
-            runs = np.flatnonzero(np.append(True, lo[1:] - hi[:-1] > _NEAR))
-            places, starts, ends = where.tolist(), lo.tolist(), hi.tolist()
             file = self._file(shard)
             if not self._indexes[shard].copy:
                 self._indexes[shard].check(file.fd)
-            for a, b in pairwise([*runs.tolist(), len(places)]):
-                base = starts[a]
-                data = self._pread(file, ends[b - 1] - base, base, shard)
-                for i in range(a, b):
-                    out[places[i]] = data[starts[i] - base : ends[i] - base]
+            found = read_near(lo, hi, functools.partial(self._pread, file, shard))
+            for i, raw in zip(where.tolist(), found, strict=True):
+                out[i] = raw
         return out
 
     def _file(self, shard: int) -> Descriptor:
@@ -123,7 +113,7 @@ class JsonlReader:
         assert not index.codec or self._members[shard], "the reader is closed"
         return self._files.get(index.file)
 
-    def _pread(self, file: Descriptor, size: int, at: int, shard: int) -> bytes:
+    def _pread(self, file: Descriptor, shard: int, at: int, size: int) -> bytes:
         """`size` bytes of a shard's text from byte `at` on."""
         if members := self._members[shard]:
             return members.read(file.fd, size, at)

@@ -35,14 +35,13 @@ from zephon.errors import DataError, RecipeError
 from zephon.formats.blobs import OPEN, File, FileBlob
 from zephon.formats.index import Meter, Progress, Stamp, from_cache, keep, load_kept, stamp_of
 from zephon.formats.lines import ROW_BYTES, Offsets
-from zephon.formats.parts import by_part, part_of
+from zephon.formats.parts import by_part, part_of, read_near
 from zephon.types import Bad, Row
 
 logger = logging.getLogger(__name__)
 
 _LAYOUT = "tar 1"  # a change of what an index holds or of what makes a sample is another layout
 _BLOCK, _HEAD_BYTES = 512, 4096  # the latter of a member measuring reads: a text whole, of an image the header
-_NEAR = 16 * 1024  # texts closer than this are read in one go
 _THREADS = 8  # headers lie far apart: where the file system is remote, waiting takes the time
 _TOLD = 8 * 1024 * 1024  # bytes between two calls of progress
 _EXTENDED_BYTES, _NAME_CHARS = 1024 * 1024, 4096  # webdataset's pattern takes the square of a name's length: 0.1 s here
@@ -121,7 +120,9 @@ class TarIndex:
         picked = np.arange(int(count.sum())) + (lo - np.cumsum(count) + count).repeat(count)
         table = np.asarray(self.members[:, picked], np.int64)
         is_text = np.array([one is not None for one in self.decoders], bool)[table[2]]
-        texts = iter(self._texts(table[0, is_text], np.where(table[1] > ROW_BYTES, 0, table[1])[is_text]))
+        sizes = np.where(table[1] > ROW_BYTES, 0, table[1])  # nothing is read of what is too long
+        text_at = table[0, is_text]
+        texts = iter(read_near(text_at, text_at + sizes[is_text], self.file.read))
         at, size, kind = cast(list[list[int]], table.tolist())
         members = zip(at, size, kind, strict=True)
         out: list[Row | Bad] = []
@@ -134,18 +135,6 @@ class TarIndex:
                 decoder = self.decoders[number]
                 sample[self.suffixes[number]] = _decoded(blob, *decoder, next(texts)) if decoder else blob
             out.append(next((one for one in sample.values() if isinstance(one, Bad)), sample))
-        return out
-
-    def _texts(self, at: NDArray[np.int64], size: NDArray[np.int64]) -> list[bytes]:
-        """Runs of bytes, in the order asked for; those that lie near each other are read in one go."""
-        order, out = np.argsort(at, kind="stable"), [b""] * len(at)
-        lo, hi = at[order], at[order] + size[order]
-        breaks = np.flatnonzero(lo[1:] - hi[:-1] > _NEAR) + 1
-        for some in np.split(np.arange(len(at)), breaks) if len(at) else ():
-            base, end = int(lo[some[0]]), int(hi[some[-1]])
-            data = self.file.read(base, end - base)
-            for i, a, b in zip(order[some].tolist(), lo[some].tolist(), hi[some].tolist(), strict=True):
-                out[i] = data[a - base : b - base]
         return out
 
 
