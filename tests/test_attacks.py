@@ -170,7 +170,7 @@ def test_a_dictionary_that_makes_gigabytes_of_kilobytes_is_refused(
     del column
     assert path.stat().st_size < 10_000
     monkeypatch.setattr(parquet, "REFUSED_BYTES", 20 * MIB)
-    _, reader = open_parquet({"x": path}, tmp_path)
+    _, reader = open_parquet({"x": path})
     before = pa.total_allocated_bytes()
     with pytest.raises(DataError, match=r"bomb\.parquet: row group 0 holds more than 20971520 bytes"):
         reader.read(np.arange(1))
@@ -187,7 +187,7 @@ def test_a_page_that_lies_about_its_size_is_an_error_that_names_file_and_group(t
     raw = path.read_bytes()
     assert raw[4:7] == b"\x15\0\x15"  # of the page header: its kind, then its size in four bytes
     path.write_bytes(raw[:7] + b"\xfe\xff\xff\x7f" + raw[11:])  # 128 MiB
-    _, reader = open_parquet({"x": path}, tmp_path)
+    _, reader = open_parquet({"x": path})
     found = attempt(lambda: reader.read(np.arange(1))[0])
     assert re.search(r"lie\.parquet: row group 0 cannot be read", found)
     reader.close()

@@ -133,7 +133,7 @@ def test_a_column_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"column": [1]}), path, store_schema=False)
     path.write_bytes(path.read_bytes().replace(b"column", b"\xc4olumn"))
     with pytest.raises(DataError, match=r"x\.parquet: the footer cannot be read .*utf-8"):
-        open_parquet({"x": path}, tmp_path)
+        open_parquet({"x": path})
 
 
 @pytest.mark.parametrize("mask", [1, 128])

@@ -504,7 +504,7 @@ def shard(name: str, rows: tuple[int, ...], sizes: tuple[int, ...]) -> Shard:
 
 
 def cut(shards: list[Shard], lanes: int, chunk_rows: int | None = None) -> list[int]:
-    table = Catalogue.of("x", shards, lanes=lanes, chunk_rows=chunk_rows).chunks
+    table = Catalogue.of(shards, lanes=lanes, chunk_rows=chunk_rows).chunks
     return table.sizes(np.arange(table.count)).tolist()
 
 
@@ -521,7 +521,7 @@ def test_a_small_row_group_is_a_chunk_and_a_large_one_is_cut() -> None:
 
 def test_fingerprint_holds_the_row_groups() -> None:
     def digest(*shards: Shard, lanes: int = 1, chunk_rows: int | None = None) -> Any:
-        return Catalogue.of("x", list(shards), lanes=lanes, chunk_rows=chunk_rows).fingerprint["sha256"]
+        return Catalogue.of(list(shards), lanes=lanes, chunk_rows=chunk_rows).fingerprint["sha256"]
 
     base = digest(shard("a", (10, 10), (50, 50)))
     others = [
@@ -537,7 +537,7 @@ def test_fingerprint_holds_the_row_groups() -> None:
 def test_fingerprint_of_a_source_without_row_groups_is_as_it_always_was() -> None:
     shards = [Shard("a.jsonl", "/x/a.jsonl", 20, 100, "0" * 64), Shard("b.jsonl", "/x/b.jsonl", 5, 30, "1" * 64)]
     line = "".join(f"{s.name}\0{s.rows}\0{s.bytes}\0{s.sha256}\n" for s in shards)
-    assert Catalogue.of("x", shards, lanes=2, chunk_rows=None).fingerprint == {
+    assert Catalogue.of(shards, lanes=2, chunk_rows=None).fingerprint == {
         "shards": 2,
         "rows": 25,
         "bytes": 130,

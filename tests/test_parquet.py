@@ -42,7 +42,7 @@ def write(path: Path, columns: dict[str, Any] | pa.Table, group: int = 10, **opt
 
 
 def opened(*paths: Path) -> tuple[list[Shard], ParquetReader]:
-    return open_parquet({path.name: path for path in paths}, paths[0].parent / "cache")
+    return open_parquet({path.name: path for path in paths})
 
 
 def rows_of(*paths: Path) -> list[Any]:
@@ -82,7 +82,7 @@ def test_files_and_row_groups_without_rows_are_passed_over(tmp_path: Path) -> No
     shards, reader = opened(*(tmp_path / f"{name}.parquet" for name in "abc"))
     assert [shard.rows for shard in shards] == [0, 3, 0]
     assert reader.read(np.array([2, 0, 1])) == [{"n": 3}, {"n": 1}, {"n": 2}]
-    chunks = Catalogue.of("x", shards, lanes=1, chunk_rows=None).chunks
+    chunks = Catalogue.of(shards, lanes=1, chunk_rows=None).chunks
     index = np.arange(chunks.count)
     assert chunks.sizes(index).sum() == 3
 
@@ -383,7 +383,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path) -> None:
         "import sys; sys.modules['pyarrow'] = None\n"
         "from pathlib import Path\n"
         "from zephon.formats.parquet import open_parquet\n"
-        f"open_parquet({{'x': Path({str(write(tmp_path / 'x.parquet', TEXTS))!r})}}, Path('cache'))\n"
+        f"open_parquet({{'x': Path({str(write(tmp_path / 'x.parquet', TEXTS))!r})}})\n"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
     assert "pip install -e '.[parquet]'" in told
@@ -427,7 +427,7 @@ def test_the_hash_is_of_the_footer(tmp_path: Path) -> None:
 def test_progress_counts_whole_files(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{k}.parquet", TEXTS) for k in range(5)]
     told: list[tuple[int, int]] = []
-    open_parquet({path.name: path for path in paths}, tmp_path, lambda done, total: told.append((done, total)))
+    open_parquet({path.name: path for path in paths}, lambda done, total: told.append((done, total)))
     size = paths[0].stat().st_size
     assert told == [(k * size, 5 * size) for k in range(1, 6)]
     assert not list(tmp_path.glob("*.idx"))

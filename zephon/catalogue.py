@@ -97,12 +97,11 @@ class ChunkTable:
 class Catalogue:
     """Shards of one source, sorted by name, and its chunk table."""
 
-    source: str
     shards: tuple[Shard, ...]
     chunks: ChunkTable
 
     @staticmethod
-    def of(source: str, shards: list[Shard], *, lanes: int, chunk_rows: int | None) -> "Catalogue":
+    def of(shards: list[Shard], *, lanes: int, chunk_rows: int | None) -> "Catalogue":
         """Cut `shards` into chunks; `chunk_rows` overrides the rule, which depends on rows, bytes and lanes alone.
 
         A small row group is one chunk, unless lanes would then have too few.
@@ -112,11 +111,11 @@ class Catalogue:
         most = max(1, rows // (4 * lanes))
         per_chunk = chunk_rows or min(by_bytes, most)
         if not any(s.groups for s in shards):
-            return Catalogue(source, tuple(shards), ChunkTable([s.rows for s in shards], per_chunk))
+            return Catalogue(tuple(shards), ChunkTable([s.rows for s in shards], per_chunk))
         groups = [(n, max(1, b)) for s in shards for n, b in zip(s.groups, s.group_bytes, strict=True) if n]
         whole = 0 if chunk_rows else most
         steps = [n if n <= whole and b <= GROUP_CHUNK_BYTES else per_chunk for n, b in groups]
-        return Catalogue(source, tuple(shards), ChunkTable([n for n, _ in groups], steps, [b for _, b in groups]))
+        return Catalogue(tuple(shards), ChunkTable([n for n, _ in groups], steps, [b for _, b in groups]))
 
     @property
     def rows(self) -> int:

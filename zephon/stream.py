@@ -82,7 +82,7 @@ class Stream:
         self.sources = tuple(
             Source(
                 spec.name,
-                Catalogue.of(spec.name, opened[spec.name].shards, lanes=recipe.lanes, chunk_rows=spec.chunk_rows),
+                Catalogue.of(opened[spec.name].shards, lanes=recipe.lanes, chunk_rows=spec.chunk_rows),
                 opened[spec.name].reader,
                 modality,
                 _transforms(spec, recipe.path.parent),

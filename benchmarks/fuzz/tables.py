@@ -68,7 +68,7 @@ def read(raw: bytes, path: Path) -> str:
     path.write_bytes(raw)
     reader = None
     try:
-        shards, reader = open_parquet({path.name: path}, path.parent)
+        shards, reader = open_parquet({path.name: path})
         count = shards[0].rows
         if count > 10_000:
             reader.read(np.arange(count - 10, count))

@@ -61,9 +61,9 @@ class _Footer(NamedTuple):
 
 
 def open_parquet(
-    files: dict[str, Path], cache: Path, progress: Progress | None = None, most: int = Budget.of(MEMORY).groups
+    files: dict[str, Path], progress: Progress | None = None, most: int = Budget.of(MEMORY).groups
 ) -> "tuple[list[Shard], ParquetReader]":
-    """Read the footers of a source's files, many at once. Nothing is put into `cache`: footers are the index.
+    """Read the footers of a source's files, many at once. There is no index in the cache: footers are one.
 
     A shard's `sha256` is of its footer and its size, not of its pages: that would read the whole source before the
     first batch. A footer holds sizes, places and, with most writers, statistics of every column of every row group, so

@@ -138,11 +138,11 @@ def _open_tar(sources: _Sources, cache: Path, progress: Progress | None, budget:
     return opened
 
 
-def _open_parquet(sources: _Sources, cache: Path, progress: Progress | None, budget: Budget) -> dict[str, Opened]:
+def _open_parquet(sources: _Sources, _: Path, progress: Progress | None, budget: Budget) -> dict[str, Opened]:
     from zephon.formats.parquet import open_parquet
 
     most = budget.groups // len(sources)
-    return {source: Opened(*open_parquet(files, cache, progress, most)) for source, files in sources.items()}
+    return {source: Opened(*open_parquet(files, progress, most)) for source, files in sources.items()}
 
 
 def _every(sources: _Sources) -> dict[str, Path]:
