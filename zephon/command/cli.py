@@ -140,7 +140,7 @@ def explain(
     """
     with given.open(recipe) as stream:
         plan = plan_of(stream)
-        _print_json(plan.as_json()) if json else show(stream, plan, Console())
+        _print_json(asdict(plan)) if json else show(stream, plan, Console())
     return 0
 
 
@@ -182,14 +182,14 @@ def run(
             saving.after([loader], steps)
 
         try:
-            report = rehearse(stream, loader, steps, after, err)
+            report = rehearse(stream, loader, steps, after)
         finally:  # too many bad rows are an error, which says that this list names them
             skips.write(loader.take_skipped())
         if saving.save and saving.save_at is None and steps is None and loader.between_steps:
             write_state([loader], saving.save)  # stopped by Ctrl-C: the last step is the one it came to
         if writer:
             writer.close()
-    _print_json(report.as_json()) if json else _show_report(report)
+    _print_json(asdict(report)) if json else _show_report(report)
     return 0
 
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,14 +37,10 @@ class SourcePlan:
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """What `explain` found; costs in CPU seconds per million tokens."""
+    """What `explain` found: the sources, and what every stage costs."""
 
     sources: list[SourcePlan]
-    stages: dict[str, float]
-
-    def as_json(self) -> dict[str, Any]:
-        sources = [{name: getattr(one, name) for name in SourcePlan.__slots__} for one in self.sources]
-        return {"sources": sources, "cpu_s_per_mtoken": self.stages}
+    cpu_s_per_mtoken: dict[str, float]
 
 
 class _TimedWorker(Worker):
@@ -139,7 +134,7 @@ def show(stream: Stream, plan: StreamPlan, console: Console) -> None:
         table.add_row(escape(one.name), f"{one.share:6.1%} {bar}", *cells)
     ahead = {"inline": "when asked for", "threads": f"ahead, in {run.workers} threads"}
     work = ahead.get(run.runner, f"ahead, in {run.workers} processes")
-    seconds = plan.stages
+    seconds = plan.cpu_s_per_mtoken
     packing = f"{recipe.packing.algorithm} into {batch.seq_len:,} positions"
     lanes = "one finite decision stream" if recipe.finite else f"{recipe.lanes} lanes"
     stages = [

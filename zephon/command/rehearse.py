@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from zephon.command.options import err
 from zephon.loader import Loader
 from zephon.stream import Stream
 from zephon.types import Record
@@ -34,16 +33,9 @@ class Report:
     padding: int
     dropped: dict[str, dict[str, int]]
 
-    def as_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 def rehearse(
-    stream: Stream,
-    loader: Loader,
-    steps: int | None,
-    after: Callable[[dict[int, list[Record]]], None],
-    console: Console,
+    stream: Stream, loader: Loader, steps: int | None, after: Callable[[dict[int, list[Record]]], None]
 ) -> Report:
     """Take global steps until step `steps`, or until Ctrl-C; call `after` with the records of each."""
     columns = (
@@ -54,7 +46,7 @@ def rehearse(
         TimeRemainingColumn(),
     )
     before, taken, first = loader.stats(), loader.step, 0.0
-    with _PeakPss() as memory, Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+    with _PeakPss() as memory, Progress(*columns, console=err, disable=not err.is_terminal) as bars:
         task = bars.add_task("run", total=steps, completed=loader.step, rate="")
         started, cpu = time.perf_counter(), _cpu_seconds()
         try:
@@ -65,11 +57,11 @@ def rehearse(
                     break
                 first = first or time.perf_counter() - started
                 after(records)
-                if console.is_terminal:
+                if err.is_terminal:
                     rate = (loader.stats().positions - before.positions) / (time.perf_counter() - started)
                     bars.update(task, completed=loader.step, rate=f"{rate / 1e6:.1f} Mtok/s")
         except KeyboardInterrupt:
-            console.print("Stopped; the report covers the steps so far.")
+            err.print("Stopped; the report covers the steps so far.")
         wall, cpu = time.perf_counter() - started, _cpu_seconds() - cpu
     now = loader.stats()
     tokens = now.positions - before.positions
