@@ -148,8 +148,7 @@ def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> 
                 line.send((turn, group.items))
                 sent.append(group.bytes)
                 group = _Group()
-            idle = not live or sum(sent) >= most or len(sent) >= QUEUE_GROUPS
-            while idle or not asked.empty():
+            while not live or sum(sent) >= most or len(sent) >= QUEUE_GROUPS or not asked.empty():
                 message = asked.get()
                 if message is None:
                     return
@@ -159,7 +158,6 @@ def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> 
                     loader.load_state_dict(state)
                 elif message[1] == turn:
                     sent.pop(0)
-                idle = not live or sum(sent) >= most or len(sent) >= QUEUE_GROUPS
             try:
                 batch = next(loader)
             except Exception as error:
