@@ -184,14 +184,13 @@ class Trainer(TitanTrainer):
             replace(config, dataloader=replace(config.dataloader, global_batch_size=training.global_batch_size))
         )
         self._log_data_metrics()
-        if config.ledger and _speaks_for_lanes(self.parallel_dims):
-            rank, world = _data_rank(self.parallel_dims)
-            file = Path(config.dump_folder, "ledger", f"rank_{rank:05d}_of_{world:05d}.jsonl")
-            self._ledger = _Ledger(self.dataloader, file)
-            self.dataloader.before_save = self._ledger.flush
         if _speaks_for_lanes(self.parallel_dims):
             rank, world = _data_rank(self.parallel_dims)
-            self._skips = SkipWriter(Path(config.dump_folder, "skipped", f"rank_{rank:05d}_of_{world:05d}.jsonl"))
+            mine = f"rank_{rank:05d}_of_{world:05d}.jsonl"
+            self._skips = SkipWriter(Path(config.dump_folder, "skipped", mine))
+            if config.ledger:
+                self._ledger = _Ledger(self.dataloader, Path(config.dump_folder, "ledger", mine))
+                self.dataloader.before_save = self._ledger.flush
 
     def data_metrics(self) -> dict[str, float]:
         """What TorchTitan logs beside its own: this rank's realised shares, padding, drops, and rows measured ahead."""
@@ -387,7 +386,7 @@ def _data_rank(dims: ParallelDims) -> tuple[int, int]:
 
 
 def _speaks_for_lanes(dims: ParallelDims) -> bool:
-    """Whether this rank writes the ledger: the first of the tensor-, context- and pipeline-parallel peers."""
+    """Whether this rank writes ledger and skip list: the first of its tensor-, context- and pipeline-parallel peers."""
     if not dist.is_initialized():
         return True
     meshes = (dims.get_optional_mesh(name) for name in ("tp", "cp", "pp"))
