@@ -34,9 +34,9 @@ from benchmarks.report import about, write
 from zephon import Loader, Recipe, Stream, ZephonError
 from zephon.digest import lane_digest
 from zephon.formats.compressed import codec_of
+from zephon.formats.sources import find_files
 from zephon.ledger import Steps, compare_ledgers, ledger_line
 from zephon.recipe import RunSpec
-from zephon.stream import find_files
 
 PACKERS = ("concat", "best_fit")
 ENDS = ("renormalise", "stop", "repeat")  # in this order: the first says how many steps the last takes

@@ -202,7 +202,7 @@ def _take(raw: bytes) -> Iterator[int]:
 
 
 def lane_key(lane: int) -> str:
-    """The key of a lane in a `state_dict`, a ledger or an export."""
+    """The key of a lane in a `state_dict`."""
     return f"lane_{lane:05d}"
 
 

@@ -13,13 +13,10 @@ logger = logging.getLogger(__name__)
 WAITS = (0.1, 1.0, 5.0, 15.0)
 """Seconds before each new try: 21 s in all, which is more than a server of files takes to come back."""
 
-PASSING = frozenset(
-    getattr(errno, name)
-    for name in (
-        "EIO", "EAGAIN", "ETIMEDOUT", "ESTALE", "EREMOTEIO", "ENETDOWN", "ENETUNREACH", "ECONNRESET", "EHOSTDOWN",
-        "EHOSTUNREACH", "ENOBUFS", "ENOMEM",
-    )
-)  # fmt: skip
+PASSING = {
+    errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO, errno.ENETDOWN, errno.ENETUNREACH,
+    errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOBUFS, errno.ENOMEM,
+}  # fmt: skip
 """What may not repeat. Anything else, a missing file above all, is raised at once."""
 
 
