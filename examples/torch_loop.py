@@ -13,11 +13,12 @@ import zephon
 
 recipe = sys.argv[1] if len(sys.argv) > 1 else sample_recipe()
 STEPS, SAVE = 8, 4
+VOCABULARY = 2048  # of the sample's tokenizer; your own may need more
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(2048, 64), torch.nn.Linear(64, 2048))
+    model = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 64), torch.nn.Linear(64, VOCABULARY))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 

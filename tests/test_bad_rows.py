@@ -122,6 +122,26 @@ def test_text_raises_where_nothing_else_is_said(tmp_path: Path, keys: str, says:
         Stream.open(recipe(tmp_path, keys))
 
 
+@pytest.mark.parametrize("run", WAYS)
+def test_a_bad_row_stops_a_run_when_a_lane_comes_to_it(tmp_path: Path, run: str) -> None:
+    """Not when it is read ahead, which depends on ranks and runners."""
+    write_lines(tmp_path / "x.jsonl", documents(400), {390: b"{"})
+    with Stream.open(recipe(tmp_path)) as stream:
+        loader, skips = stream.loader(), list[Skip]()
+        while not skips:
+            loader.step_records()
+            skips = loader.take_skipped()
+    for world in (1, 2, 4):
+        with Stream.open(recipe(tmp_path, "", run=run)) as stream:
+            loaders = [stream.loader(rank, world) for rank in range(world)]
+            done = 0
+            with pytest.raises(DataError, match=r"^Source 'a': .*x\.jsonl, line 391, byte \d+: .*JSON"):
+                for done in range(skips[0].step):  # noqa: B007
+                    for loader in loaders:
+                        loader.step_records()
+            assert done == skips[0].step - 1
+
+
 @pytest.mark.parametrize(
     ("limit", "stops"), [("3", True), ("999", False), ("0.001", True), ("0.9", False), ("0", True)]
 )

@@ -1183,6 +1183,25 @@ def test_on_error_raise_names_the_file_of_a_broken_image(format: str, shape: str
             fleet.step()
 
 
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_on_error_raise_stops_every_runner_behind_the_same_records(case: str) -> None:
+    """What was decided before a bad row is delivered before it stops the run, though its building is under way."""
+    format, shape, bad = LEFT_OUT[case]
+    first = shape in ("image_first", "parts", "interleaved")
+    good = [Row((ONE, f"good {i}") if first else (f"good {i}", ONE)) for i in range(70)]
+    source = replace(source_of("only", format, shape, [*good, bad], strict=True), shards=cast(Any, ((*good, bad),)))
+    world = ImageWorld(sources=(source,), lanes=1, seq_len=32)
+    found: list[list[bytes]] = []
+    for runner in ("inline", "threads"):
+        with opened(replace(world, runner=runner)) as stream:
+            batches = list[bytes]()
+            with pytest.raises(zephon.DataError, match="only"):
+                batches.extend(batch["input"].tobytes() for batch in stream.loader())
+            found.append(batches)
+    assert found[0] == found[1]
+    assert len(found[0]) > 10
+
+
 def test_refusal_a_state_of_other_budgets_sizes_or_policies_is_refused_by_field() -> None:
     world = plain_images()
     with opened(world) as stream:

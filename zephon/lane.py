@@ -39,16 +39,17 @@ class LaneSource:
         order: its order.
         counters: what its modality counts.
         has_usable_row: whether any row of the whole source gives a position; slow.
-        place: where a sample lies, for messages; slow.
-        max_bad: bad rows that a lane may skip: a number, or a share of the rows that it has come to.
+        place: where a sample lies, or a byte of its row, for messages; slow.
+        max_bad: bad rows that a lane may skip: a number, or a share of the rows that it has come to; None where the
+            first that it comes to stops the run.
     """
 
     name: str
     order: SourceOrder
     counters: tuple[str, ...]
     has_usable_row: Callable[[], bool]
-    place: Callable[[Ref], str]
-    max_bad: Fraction | int = 0
+    place: Callable[[Ref, int], str]
+    max_bad: Fraction | int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ class Lane:
             return sample
         source, has = self._sources[ref.source], sample.positions if sample and sample.ref == ref else "none"
         raise RestoreError(
-            f"Source {source.name!r}: {source.place(ref)}: the state names positions up to {end} of sample "
+            f"Source {source.name!r}: {source.place(ref, 0)}: the state names positions up to {end} of sample "
             f"{ref.sample} of this row, which has {has}. What was allowed to differ (code, codecs) does not do the "
             "same; go on with what wrote the state."
         )
@@ -230,9 +231,9 @@ class Lane:
         if not self._mix.drop_longer:
             known, most = self._sources[source], self._mix.longest or (0, 0)
             raise DataError(
-                f"Source {known.name!r}: {known.place(sample.ref)}: the sample has {sample.positions} positions, more "
-                f"than the {most[bool(sample.atoms)]} that a sequence holds, and [packing] too_long = 'error'. Use "
-                "'split' or 'drop', or a longer seq_len."
+                f"Source {known.name!r}: {known.place(sample.ref, 0)}: the sample has {sample.positions} positions, "
+                f"more than the {most[bool(sample.atoms)]} that a sequence holds, and [packing] too_long = 'error'. "
+                "Use 'split' or 'drop', or a longer seq_len."
             )
         return sample._replace(positions=0, counts=(*sample.counts, TOO_LONG))
 
@@ -248,8 +249,10 @@ class Lane:
                 self._skip(source, sample)
 
     def _skip(self, source: int, sample: Sample) -> None:
-        """Note a bad row; stop where there are too many."""
+        """Note a bad row; stop where there are too many, or may be none."""
         known, why = self._sources[source], cast(Bad, sample.payload)
+        if known.max_bad is None:
+            raise DataError(f"Source {known.name!r}: {known.place(sample.ref, why.offset)}: {why.reason}")
         self.skipped.append((source, why))
         count, at = self._counts[source][known.counters.index(BAD_ROW)], self.feeds[source].position()
         come = max(known.order.rows_before(at.group) + at.place, FEW_ROWS)

@@ -8,6 +8,7 @@ import functools
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -330,7 +331,13 @@ class Loader:
         while len(self._ahead) <= builder.tasks:
             if self._ahead and (len(self._ahead) + 1) * self._batch_bytes > room:
                 break
-            plans = list(itertools.islice(self._plans, self._local))
+            try:
+                plans = list(itertools.islice(self._plans, self._local))
+            except Exception as error:
+                failed = Future[Batch]()
+                failed.set_exception(error)
+                self._ahead.append(failed)  # in its turn: what was decided before is delivered before
+                break
             if not plans:
                 break
             self._ahead.append(builder.submit(self._stream.worker.materialise, plans))

@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import numpy as np
 
 from zephon.catalogue import Catalogue
-from zephon.errors import RecipeError, nearest
+from zephon.errors import DataError, RecipeError, nearest
 from zephon.feed import AHEAD_BYTES, FEED_BYTES
 from zephon.formats.index import Progress
 from zephon.formats.sources import find_files, open_sources
@@ -87,17 +87,20 @@ class Stream:
                 modality,
                 _transforms(spec, recipe.path.parent),
                 recipe.seed,
-                policy == "skip",
             )
-            for spec, (modality, policy) in zip(recipe.sources, modalities, strict=True)
+            for spec, modality in zip(recipe.sources, modalities, strict=True)
         )
         self.worker = Worker(self.sources)
         self.room = _room(recipe.packing, batch.seq_len, self.worker.builder)
-        for source in self.sources:
+        for spec, source in zip(recipe.sources, self.sources, strict=True):
             first = np.arange(min(PROBED_ROWS, source.catalogue.rows))
             measured = Worker([source]).measure(0, first, first * 0)
+            bad = {measured.rows[i]: i for i, counts in measured.counts.items() if BAD_ROW in counts}
+            if bad and _policy(spec) == "raise":
+                row = min(bad)
+                why = cast(Bad, measured.payloads[bad[row]])
+                raise DataError(f"Source {source.name!r}: {source.reader.place(row, why.offset)}: {why.reason}")
             if not source.transforms:  # the rows of a map are its own affair; every text is still compared on probes
-                bad = {measured.rows[i] for i, counts in measured.counts.items() if BAD_ROW in counts}
                 rows = source.reader.read(np.array([i for i in first.tolist() if i not in bad], np.int64))
                 source.modality.probe([row for row in rows if not isinstance(row, Bad)])
         self.watch.name_task = self.worker.describe
@@ -184,7 +187,7 @@ class Stream:
         refs = dict.fromkeys(one.sample.ref for plan in plans for one in plan if one.sample is not filler)
         if not refs:
             return
-        shown = ", ".join(self.lane_sources[ref.source].place(ref) for ref in list(refs)[:8])
+        shown = ", ".join(self.lane_sources[ref.source].place(ref, 0) for ref in list(refs)[:8])
         logger.warning(
             "The stream ends with %d of %d sequences of a global batch; they are dropped: %d sample(s), among them %s.",
             len(plans), self.batch.global_batch_size, len(refs), shown,
@@ -252,20 +255,23 @@ class Stream:
         )
         counters = source.counters + ((TOO_LONG,) if recipe.packing.too_long == "drop" else ())
 
-        def place(ref: Ref) -> str:
-            return source.reader.place(int(chunks.rows(np.array([ref.chunk]), np.array([ref.row]))[0]))
+        def place(ref: Ref, offset: int) -> str:
+            return source.reader.place(int(chunks.rows(np.array([ref.chunk]), np.array([ref.row]))[0]), offset)
 
-        most = recipe.sources[number].max_bad
+        most = recipe.sources[number].max_bad if _policy(recipe.sources[number]) == "skip" else None
         usable = functools.cache(lambda: self.has_usable_row(number))
         return LaneSource(source.name, order, counters, usable, place, most)
 
 
-def _modality(recipe: Recipe, spec: SourceSpec, context: Context) -> tuple[Modality, str]:
-    """The modality of a source, and what becomes of its bad rows."""
+def _policy(spec: SourceSpec) -> str:
+    """What becomes of the bad rows of a source: "raise" or "skip"."""
+    return spec.on_error or find_modality(spec.modality).on_error
+
+
+def _modality(recipe: Recipe, spec: SourceSpec, context: Context) -> Modality:
     try:
         kind = find_modality(spec.modality)
-        policy = spec.on_error or kind.on_error
-        return kind(spec.options, replace(context, on_error=policy)), policy
+        return kind(spec.options, replace(context, on_error=_policy(spec)))
     except RecipeError as error:
         raise RecipeError(f"{recipe.path}: source {spec.name!r}: {error}") from None
 

@@ -62,8 +62,6 @@ class Source:
     modality: Modality
     transforms: tuple[Transform, ...] = ()
     seed: int = 0
-    skips: bool = False
-    """Whether a bad row costs that row, instead of stopping the run."""
 
     @property
     def counters(self) -> tuple[str, ...]:
@@ -84,7 +82,7 @@ class Worker:
         """The modality that builds records: the one that can build the samples of all."""
 
     def measure(self, source: int, rows: NDArray[np.int64], epochs: NDArray[np.int64]) -> Measured:
-        """Read rows of one source, filter and map them, and size their samples.
+        """Read rows of one source, filter and map them, and size their samples; a bad row gives an empty one.
 
         Args:
             source: number of the source.
@@ -92,7 +90,7 @@ class Worker:
             epochs: int64, how often the source had been drawn before, for each row; keys randomness in user functions.
 
         Raises:
-            DataError: a row cannot be used and the source does not skip such; names the source and the place.
+            DataError: a file cannot be read; names the source.
         """
         one = self._sources[source]
         try:
@@ -124,9 +122,6 @@ class Worker:
                 origin = [i for i in origin if i != at]
         for sample, reason in measured.faults.items():
             bad.setdefault(origin[measured.rows[sample]], Bad(reason))
-        if bad and not one.skips:
-            first = min(bad)
-            raise DataError(f"{one.reader.place(int(rows[first]), bad[first].offset)}: {bad[first].reason}")
         bad = {i: why._replace(place=one.reader.address(int(rows[i]), why.offset)) for i, why in bad.items()}
         return spread(measured, origin, len(found), bad) if bad or one.transforms else measured
 
