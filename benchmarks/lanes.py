@@ -27,6 +27,7 @@ from benchmarks.memory import used
 from benchmarks.report import about, write
 from zephon import Recipe, Stream
 from zephon.loader import Loader
+from zephon.modality import find_modality
 
 
 @dataclass
@@ -80,7 +81,6 @@ def median(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def measure(args: Args, lanes: int) -> dict[str, Any]:
     recipe = Recipe.load(args.recipe)
-    assert recipe.tokenizer is not None
     assert recipe.batch is not None
     size = max(lanes, args.local) * args.share
     recipe = replace(recipe, lanes=lanes, batch=replace(recipe.batch, global_batch_size=size))
@@ -115,15 +115,13 @@ def measure(args: Args, lanes: int) -> dict[str, Any]:
 
 def share_tokenizer(recipe: Recipe) -> None:
     """Load the tokenizer, and what images need, before the clock starts."""
-    import modalities.text
     from modalities.tokenizer import TextTokenizer
 
-    tokenizer = TextTokenizer(recipe.tokenizer)  # pyright: ignore[reportArgumentType]
-    modalities.text.TextTokenizer = lambda _: tokenizer  # pyright: ignore[reportAttributeAccessIssue]
-    if any(spec.modality == "image_text" for spec in recipe.sources):
-        from modalities import image_text
-
-        image_text.TextTokenizer = lambda _: tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    assert recipe.tokenizer is not None
+    tokenizer = TextTokenizer(recipe.tokenizer)
+    TextTokenizer.of = staticmethod(lambda *_: tokenizer)
+    for spec in recipe.sources:
+        find_modality(spec.modality)
 
 
 def deliver(loader: Loader, amount: float) -> int:

@@ -22,7 +22,7 @@ from zephon.recipe import SourceSpec
 
 
 def spec(*paths: str, name: str = "s") -> SourceSpec:
-    return SourceSpec(name, paths, Decimal(1), "text", None, None, None, None, {})
+    return SourceSpec(name, paths, Decimal(1), "text", None, None, None, None, None, 0, {})
 
 
 def touch(folder: Path, *names: str) -> None:

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zephon.errors import DataError, RestoreError, TopologyError
 from zephon.feed import Feeder
@@ -27,7 +26,6 @@ from zephon.worker import Handle
 if TYPE_CHECKING:
     from zephon.stream import Stream
 
-_NOTHING: NDArray[np.generic] = np.empty((0, 3), np.int32)
 
 RESTORE_TASKS = 8
 """Tasks for each source that measure again what a state names as open, one for so many lanes when the first of them
@@ -180,7 +178,7 @@ class Loader:
             passed = [one for _, skipped in self._sealed for one in skipped]
             self._skipped += passed + self._passed(self._lanes)  # what is wrong may be that there are too many
             raise
-        late: list[list[int]] = batch.pop(LATE, _NOTHING).tolist()
+        late: list[list[int]] = batch.pop(LATE).tolist() if LATE in batch else []
         for sequence, source, counter in late:
             lane = 0 if self._finite else self.lanes[(self._handed * self._local + sequence) // self._share]
             self._late[lane][source, counter] += 1

@@ -59,18 +59,18 @@ class SourceSpec:
     epochs: int | None
     filter: str | None
     map: str | None
+    on_error: str | None
+    max_bad: Fraction | int
     options: Mapping[str, Any]
-    on_error: str | None = None
-    max_bad: Fraction | int = Fraction(1, 100)
 
 
 @dataclass(frozen=True, slots=True)
 class MixSpec:
     """`[mix]`: what a share is counted in, how large a piece enters the mix, what happens when a source ends."""
 
-    unit: str = "tokens"
-    piece: str = "document"
-    on_end: str = "repeat"
+    unit: str
+    piece: str
+    on_end: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,10 @@ class PackingSpec:
     cost a sequence holds beside its positions, by name.
     """
 
-    algorithm: str = "concat"
-    bins: int = 32
-    too_long: str = "split"
-    budgets: Mapping[str, int] = field(default_factory=dict[str, int])
+    algorithm: str
+    bins: int
+    too_long: str
+    budgets: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +285,8 @@ def _source(values: object, number: int, finite: bool) -> SourceSpec:
             f"{section.label('epochs')} = {epochs}, but [mix] on_end = 'repeat' draws every source for ever. Use "
             "on_end = 'stop' or 'renormalise', or leave epochs out."
         )
-    on_error = section.choice("on_error", ["raise", "skip"], None)
-    bad = on_error, _max_bad(section)
-    return SourceSpec(name, tuple(paths), weight, modality, chunk_rows, epochs, *functions, section.rest(), *bad)  # pyright: ignore[reportUnknownArgumentType]
+    bad = section.choice("on_error", ["raise", "skip"], None), _max_bad(section)
+    return SourceSpec(name, tuple(paths), weight, modality, chunk_rows, epochs, *functions, *bad, section.rest())  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _max_bad(section: Section) -> Fraction | int:

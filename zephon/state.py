@@ -66,10 +66,6 @@ class SourceState(NamedTuple):
     counters: tuple[int, ...]
 
 
-Late = Mapping[tuple[int, int], int]
-"""What was counted when records were built: by source and number of its counter."""
-
-
 class LaneState(NamedTuple):
     """All that a lane must remember after a record.
 
@@ -88,7 +84,7 @@ class LaneState(NamedTuple):
         """Everything that has been mixed and not delivered."""
         return [*([self.rest] if self.rest else []), *itertools.chain.from_iterable(self.open)]
 
-    def with_late(self, late: Late) -> "LaneState":
+    def with_late(self, late: Mapping[tuple[int, int], int]) -> "LaneState":
         """This state with what was counted when its records were built, after the lane had decided them."""
         if not late:
             return self

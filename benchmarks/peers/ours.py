@@ -31,18 +31,16 @@ run = {{runner = "{options["runner"]}", workers = {options.get("workers", 1)}, c
 
 
 def ours(work: Work, clock: Clock) -> Run:
-    if work.unit == "images":
-        from modalities import image_text as modality
-    else:
-        from modalities import text as modality
     from modalities.tokenizer import TextTokenizer
     from zephon import Stream
+    from zephon.modality import find_modality
     from zephon.recipe import TokenizerSpec
 
     images = work.unit == "images"
+    find_modality("image_text" if images else "text")
     clock.lap("imports")
     tokenizer = TextTokenizer(TokenizerSpec(Path(work.tokenizer)))
-    modality.TextTokenizer = lambda _: tokenizer  # load it once
+    TextTokenizer.of = staticmethod(lambda *_: tokenizer)  # load it once
     clock.lap("tokenizer")
     files = work.files(work.options["format"])
     if images:
