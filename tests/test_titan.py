@@ -19,6 +19,7 @@ from zephon import Recipe, Stream
 from zephon.command.rehearse import process_tree
 from zephon.digest import lane_digest
 from zephon.ledger import compare_ledgers, ledger_line, read_ledger
+from zephon.run.skips import read_skips
 
 STEPS, SAVE = 6, 3
 HERE = Path(__file__).parent
@@ -184,6 +185,50 @@ def test_a_stop_signal_to_one_rank_saves_and_ends_all(jobs: Path, sent: signal.S
     assert read_ledger(resumed / "ledger")[last + 1] == expected
 
 
+def test_a_stop_signal_while_a_run_loads_leaves_the_checkpoint_alone(jobs: Path) -> None:
+    """It would be written over in place, and a kill meanwhile would leave none."""
+    folder = copy_step(jobs / "two", jobs / "stopped", SAVE)
+    before = {path: path.stat().st_mtime_ns for path in (folder / "checkpoint").rglob("*")}
+    done = torchrun(1, str(HERE / "titan_job.py"), "stopped", str(folder))
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert f"Stopped by a signal after step {SAVE}" in done.stdout + done.stderr
+    assert {path: path.stat().st_mtime_ns for path in (folder / "checkpoint").rglob("*")} == before
+
+
+def test_a_finite_stream_that_ends_is_saved_and_can_be_gone_on_from(jobs: Path) -> None:
+    folder = copy_step(jobs / "seed", jobs / "finite", 0)
+    ledgers: list[list[str]] = []
+    for _ in range(2):  # the second goes on behind the last step, and finds no more
+        done = torchrun(2, str(HERE / "titan_job.py"), "finite", str(folder))
+        assert done.returncode == 0, done.stderr[-5000:]
+        last = max(read_ledger(folder / "ledger"))
+        assert last > SAVE
+        assert {path.name for path in (folder / "checkpoint").iterdir()} == {"step-0", f"step-{last}"}
+        ledgers.append([path.read_text() for path in sorted((folder / "ledger").iterdir())])
+    assert ledgers[0] == ledgers[1]
+
+
+def test_validations_see_the_same_on_any_ranks_list_bad_rows_and_leave_no_process(jobs: Path) -> None:
+    write_jsonl(jobs / "bad" / "one.jsonl", documents(50, 1000))
+    with (jobs / "bad" / "one.jsonl").open("a") as file:
+        file.write("no JSON\n" * 5)
+    means: list[list[float]] = []
+    for ranks in (1, 2):
+        folder = copy_step(jobs / "seed", jobs / f"bad-on-{ranks}", 0)
+        done = torchrun(ranks, str(HERE / "titan_job.py"), "validate_bad", str(folder))
+        assert done.returncode == 0, done.stderr[-5000:]
+        values = [json.loads(line) for line in (folder / "loss.jsonl").read_text().splitlines()]
+        means.append([line["validation_loss"] for line in values if "validation_loss" in line])
+        counted = [json.loads(line)["children"] for line in done.stdout.splitlines() if '"children"' in line]
+        assert max(counted) <= min(counted), counted
+        skips = read_skips(folder / "skipped_in_validation")
+        assert skips
+        assert all("line" in one.place or "row" in one.place for one in skips)
+    assert len(means[0]) == 3
+    assert means[0] == pytest.approx([means[0][0]] * 3)
+    assert means[1] == pytest.approx(means[0], rel=1e-6)
+
+
 def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
 
@@ -264,6 +309,10 @@ def test_every_start_up_refusal(jobs: Path) -> None:
         "vocabulary too small": "the model has 2048 embeddings",
         "records that the model does not take": r"\['document_ids'\], which this model's forward does not take",
         "validation without end": "Set validator.steps to a number",
+        "validation recipe not set": "--validator.dataloader.recipe my.toml",
+        "validation that ranks cannot share": "which a local batch of 2 does not divide",
+        "no such step": r"step-5 is no checkpoint that can be read .*Beside it lie \['step-3'\]",
+        "checkpoint that is damaged": "step-3 is no checkpoint that can be read",
         "checkpoint of another recipe": r"order\.seed: 7 -> 8",
         "checkpoint without loader state": "no loader state, only a model",
         "checkpoint of another loader": "the state of another loader",

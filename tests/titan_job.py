@@ -1,7 +1,9 @@
 """Jobs that test_titan.py runs under torchrun: `titan_job.py refusals FOLDER`, `titan_job.py validate FOLDER`."""
 
 import json
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -16,6 +18,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 
 from recipes.titan_text import micro
 from zephon import UsageError
+from zephon.command.rehearse import process_tree
 from zephon.digest import lane_digest
 from zephon.titan import DataLoader, Trainer, Validator
 
@@ -92,6 +95,25 @@ def refusals(jobs: Path) -> None:
         )
         return made
 
+    def validation_of(**keys: Any) -> Trainer.Config:
+        """Its recipe is opened only to be refused: the run would come to its first validation after 1000 steps."""
+        made = config(fresh(), recipe)
+        made.validator = Validator.Config(enable=True, freq=1000, steps=2, dataloader=DataLoader.Config(**keys))
+        return made
+
+    def odd_validation() -> Trainer.Config:
+        (jobs / "three.toml").write_text(recipe.read_text().replace("lanes = 4", "lanes = 3").replace("= 8", "= 3"))
+        return validation_of(recipe=str(jobs / "three.toml"))
+
+    def no_step() -> Trainer.Config:
+        made = config(resumed(), recipe)
+        made.checkpoint = replace(made.checkpoint, load_step=5)
+        return made
+
+    def damaged() -> Trainer.Config:
+        (resumed() / "checkpoint" / "step-3" / ".metadata").write_bytes(b"damaged")
+        return config(work, recipe)
+
     def model_only() -> Trainer.Config:
         import torch
         import torch.distributed.checkpoint as dcp
@@ -137,6 +159,10 @@ def refusals(jobs: Path) -> None:
         "vocabulary too small": small_model,
         "records that the model does not take": more_records,
         "validation without end": endless_validation,
+        "validation recipe not set": validation_of,
+        "validation that ranks cannot share": odd_validation,
+        "no such step": no_step,
+        "checkpoint that is damaged": damaged,
         "checkpoint of another recipe": lambda: config(resumed(), other_recipe()),
         "checkpoint without loader state": model_only,
         "checkpoint of another loader": foreign_checkpoint,
@@ -196,6 +222,60 @@ def validate_many(folder: Path) -> None:
     run(made)
 
 
+def finite(folder: Path) -> None:
+    """The documents end before the steps do."""
+    text = (folder.parent / "recipe.toml").read_text().replace("lanes = 4\n", "")
+    recipe = folder.parent / "finite.toml"
+    recipe.write_text(text.replace("[shuffle]", '[mix]\non_end = "renormalise"\n[shuffle]'))
+    made = config(folder, recipe, steps=1000)
+    made.checkpoint = replace(made.checkpoint, interval=1000, last_save_model_only=False)
+    run(made)
+
+
+class Stopped(Trainer):
+    """Gets a stop signal while it loads."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().batch_generator(data_iterable)
+
+
+def stopped(folder: Path) -> None:
+    made = config(folder, folder.parent / "recipe.toml", steps=100)
+    made.checkpoint = replace(made.checkpoint, interval=1000)
+    run(Stopped.Config(**{one.name: getattr(made, one.name) for one in fields(made)}))
+
+
+class Counted(Trainer):
+    """Prints how many processes of its own a rank has after each step."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        super().train_step(data_iterator)
+        print(json.dumps({"step": self.step, "children": len(process_tree(os.getpid())) - 1}), flush=True)
+
+
+def validate_bad(folder: Path) -> None:
+    """Two global batches a validation, of texts among which some are bad, by loaders of their own processes."""
+    text = (folder.parent / "recipe.toml").read_text()
+    text = text[: text.index("[batch]")] + text[text.index("[tokenizer]") :]  # no [batch]: it takes training's
+    text = text.replace('paths = ["b/*.jsonl"]', 'paths = ["bad/*.jsonl"]\non_error = "skip"\nmax_bad = 1000')
+    (folder.parent / "bad.toml").write_text(text.replace("[run]", "[run]\nisolate = true"))
+    made = config(folder, folder.parent / "recipe.toml", steps=3)
+    loader = DataLoader.Config(recipe=str(folder.parent / "bad.toml"))
+    made.validator = Validator.Config(enable=True, freq=1, steps=2, dataloader=loader)
+    made.checkpoint = replace(made.checkpoint, interval=1000)
+    made.optimizer = default_adamw(lr=0.0)
+    run(Counted.Config(**{one.name: getattr(made, one.name) for one in fields(made)}))
+
+
 class Watched(Trainer):
     """Writes a digest of every micro-batch that this very rank gets, whoever its peers are."""
 
@@ -228,4 +308,7 @@ if __name__ == "__main__":
         "validate_all": validate_all,
         "validate_many": validate_many,
         "context_parallel": context_parallel,
+        "finite": finite,
+        "stopped": stopped,
+        "validate_bad": validate_bad,
     }[sys.argv[1]](Path(sys.argv[2]))

@@ -13,53 +13,66 @@ import inspect
 import logging
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
 import tyro
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load  # pyright: ignore[reportUnknownVariableType]
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer as TitanTrainer
 
-from zephon.digest import lane_digest
 from zephon.errors import RecipeError, RestoreError, TopologyError
-from zephon.ledger import LedgerWriter
 from zephon.loader import check_topology
 from zephon.recipe import Recipe
 from zephon.restore import check_allowed, compare_headers
+from zephon.run.dcp import KEY, read_header
+from zephon.run.hashing import Ledger
 from zephon.run.peers import check_peers
 from zephon.run.skips import SkipWriter
 from zephon.run.stop import StopSignals
-from zephon.state import HEADER
 from zephon.stream import Stream
-from zephon.types import Record
 
 logger = logging.getLogger(__name__)
-
-_STATE = "dataloader"  # TorchTitan's name for the loader in a checkpoint
 
 TitanBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
+def load_recipe(path: str, seq_len: int, trained: int, validates: bool) -> Recipe:
+    """A recipe with its batch.
+
+    Args:
+        path: of the recipe; empty where it is not set.
+        seq_len: TorchTitan's.
+        trained: global batch size of training.
+        validates: whether it is a validation's, whose batch is that of the recipe, or the least multiple of `trained`
+            that its lanes divide: never of the number of ranks, which would change what a number of steps sees.
+    """
+    if not path:
+        key = "validator.dataloader.recipe" if validates else "dataloader.recipe"
+        raise RecipeError(f"{key} is not set: name the recipe, as in --{key} my.toml.")
+    recipe = Recipe.load(path)
+    if validates:
+        trained = recipe.batch.global_batch_size if recipe.batch else math.lcm(trained, recipe.lanes)
+    return recipe.with_batch(seq_len, trained, "TorchTitan")
+
+
 @functools.lru_cache(maxsize=8)
-def _open_stream(recipe: str, seq_len: int, size: int | None, default: int, tokenizer: str | None) -> Stream:
-    """A stream of this process: training and every validation share tokenizer and index."""
-    loaded = Recipe.load(recipe)
-    size = size or (loaded.batch.global_batch_size if loaded.batch else math.lcm(default, loaded.lanes))
-    loaded = loaded.with_batch(seq_len, size, "TorchTitan")
-    if tokenizer:
-        loaded = loaded.with_tokenizer(Path(tokenizer), "TorchTitan (hf_assets_path)")
-    return Stream(loaded)
+def _skip_list(path: str) -> SkipWriter:
+    """The list of the bad rows of all validations of this process, which log them once."""
+    return SkipWriter(Path(path) if path else None)
+
+
+@functools.lru_cache(maxsize=8)
+def _open_stream(path: str, seq_len: int, trained: int, validates: bool, tokenizer: str | None) -> Stream:
+    """A stream of this process: every validation shares tokenizer and index."""
+    recipe = load_recipe(path and os.path.abspath(path), seq_len, trained, validates)
+    return Stream(recipe.with_tokenizer(Path(tokenizer), "TorchTitan (hf_assets_path)") if tokenizer else recipe)
 
 
 class DataLoader(BaseDataLoader):
@@ -82,7 +95,13 @@ class DataLoader(BaseDataLoader):
         """Set by TorchTitan's validator: whether it stops after a number of steps."""
 
         global_batch_size: Annotated[int | None, tyro.conf.Suppress] = None
-        """Set by `Trainer`; validation takes the recipe's."""
+        """Set by `Trainer` for training. A validation has its recipe's, and is closed when it is over."""
+
+        trained_batch_size: Annotated[int | None, tyro.conf.Suppress] = None
+        """Set by `Trainer` for validations: the global batch size of training, for recipes that name none."""
+
+        skip_list: Annotated[str, tyro.conf.Suppress] = ""
+        """Set by `Trainer` for validations: the file that names the bad rows."""
 
     def __init__(
         self,
@@ -95,8 +114,6 @@ class DataLoader(BaseDataLoader):
         local_batch_size: int,
         **others: Any,
     ) -> None:
-        if not config.recipe:
-            raise RecipeError("dataloader.recipe is not set: name the recipe, as in --dataloader.recipe my.toml.")
         # TorchTitan tells training loaders, and only those, how often it saves.
         if "snapshot_every_n_steps" in others and config.global_batch_size is None:
             raise RecipeError(
@@ -105,9 +122,9 @@ class DataLoader(BaseDataLoader):
             )
         self._allow = check_allowed(config.allow)
         path = getattr(tokenizer, "tokenizer_path", None)
-        default = local_batch_size * dp_world_size  # for validation over a recipe that names no global batch
-        asked = (os.path.abspath(config.recipe), seq_len, config.global_batch_size, default, path)
-        self.stream = _open_stream(*asked)
+        self._validates = config.global_batch_size is None
+        trained = config.global_batch_size or config.trained_batch_size or local_batch_size * dp_world_size
+        self.stream = _open_stream(config.recipe, seq_len, trained, self._validates, path)
         if not config.infinite and not self.stream.recipe.finite:
             raise RecipeError(
                 f"{config.recipe} repeats for ever ([mix] on_end = 'repeat'), so validation over all of it would never "
@@ -116,13 +133,19 @@ class DataLoader(BaseDataLoader):
         self.before_save: Callable[[], None] = lambda: None
         """Called before a state is taken: what a run says of the steps up to it must be on disk with it."""
         padded = not config.infinite
+        self._skips = _skip_list(config.skip_list)
         self.loader = self.stream.loader(dp_rank, dp_world_size, local_batch_size, pad_last=padded, wide=True)
 
     def __iter__(self) -> Iterator[TitanBatch]:
-        for batch in self.loader:
-            tensors = {name: torch.from_numpy(array) for name, array in batch.items()}  # pyright: ignore[reportUnknownMemberType]
-            labels = tensors.pop("labels")
-            yield tensors, labels
+        try:
+            for batch in self.loader:
+                tensors = {name: torch.from_numpy(array) for name, array in batch.items()}  # pyright: ignore[reportUnknownMemberType]
+                labels = tensors.pop("labels")
+                yield tensors, labels
+        finally:  # TorchTitan makes a loader for every validation, and drops it
+            if self._validates:
+                self._skips.write(self.loader.take_skipped())
+                self.loader.close()
 
     def state_dict(self) -> dict[str, Any]:
         self.before_save()
@@ -133,10 +156,11 @@ class DataLoader(BaseDataLoader):
 
 
 class Validator(TitanValidator):
-    """TorchTitan's validator, adding up losses in float64.
+    """TorchTitan's validator, with the same loss on any number of ranks.
 
-    In float32, as it comes, the mean over a few hundred batches differed between 1 and 2 ranks by a relative 1.02e-6,
-    though every batch gave the same loss: the sums round differently.
+    `steps` counts global batches; TorchTitan counts the micro-batches of a rank, so that more ranks see more data.
+    Losses are added up in float64: in float32, as it comes, the mean over a few hundred batches differed between 1 and
+    2 ranks by a relative 1.02e-6, though every batch gave the same loss.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -149,6 +173,21 @@ class Validator(TitanValidator):
             return loss.double(), more
 
         super().__init__(config, loss_fn=in_float64, **others)  # pyright: ignore[reportUnknownMemberType, reportArgumentType]
+
+    def prepare(self, trained_batch_size: int, skip_list: str) -> None:
+        """Open what is validated on: what cannot hold stops a run at its start, not at its first validation."""
+        config: Any = replace(self.dl_config, trained_batch_size=trained_batch_size, skip_list=skip_list)
+        ranks, local = self.dp_world_size, self.local_batch_size
+        first = DataLoader(
+            config, dp_world_size=ranks, dp_rank=self.dp_rank, tokenizer=self.tokenizer, seq_len=self.seq_len,
+            local_batch_size=local,
+        )  # fmt: skip
+        first.loader.close()
+        self.dl_config = config
+        own: Any = self.config
+        if own.steps != -1:
+            micro_batches = first.stream.batch.global_batch_size // (ranks * local)
+            self.config = replace(own, steps=own.steps * micro_batches)
 
 
 class Trainer(TitanTrainer):
@@ -166,9 +205,10 @@ class Trainer(TitanTrainer):
     dataloader: DataLoader  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, config: Config) -> None:
-        self._ledger: _Ledger | None = None
+        self._ledger: Ledger | None = None
         self._skips = SkipWriter(None)
         self._stop: StopSignals | None = None
+        self._loaded = 0
         training = config.training
         if not isinstance(config.dataloader, DataLoader.Config):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RecipeError(
@@ -184,13 +224,18 @@ class Trainer(TitanTrainer):
             replace(config, dataloader=replace(config.dataloader, global_batch_size=training.global_batch_size))
         )
         self._log_data_metrics()
+        bad_of_validations = ""
         if _speaks_for_lanes(self.parallel_dims):
             rank, world = _data_rank(self.parallel_dims)
             mine = f"rank_{rank:05d}_of_{world:05d}.jsonl"
             self._skips = SkipWriter(Path(config.dump_folder, "skipped", mine))
+            bad_of_validations = str(Path(config.dump_folder, "skipped_in_validation", mine))
             if config.ledger:
-                self._ledger = _Ledger(self.dataloader, Path(config.dump_folder, "ledger", mine))
-                self.dataloader.before_save = self._ledger.flush
+                loader, file = self.dataloader, Path(config.dump_folder, "ledger", mine)
+                self._ledger = Ledger(loader.stream.worker, loader.loader.lanes, file)
+                loader.before_save = self._ledger.flush
+        if config.validator.enable and isinstance(self.validator, Validator):
+            self.validator.prepare(training.global_batch_size, bad_of_validations)
 
     def data_metrics(self) -> dict[str, float]:
         """What TorchTitan logs beside its own: this rank's realised shares, padding, drops, and rows measured ahead."""
@@ -216,10 +261,8 @@ class Trainer(TitanTrainer):
         """Start process groups, then check everything that depends on their number, before the model is built."""
         dims = super().init_distributed()
         config, training = self.config, self.config.training
-        if not config.dataloader.recipe:  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-            raise RecipeError("dataloader.recipe is not set: name the recipe, as in --dataloader.recipe my.toml.")
-        recipe = Recipe.load(config.dataloader.recipe)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownArgumentType, reportUnknownMemberType]
-        recipe = recipe.with_batch(training.seq_len, training.global_batch_size, "TorchTitan")
+        path: str = config.dataloader.recipe  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+        recipe = load_recipe(path, training.seq_len, training.global_batch_size, validates=False)  # pyright: ignore[reportUnknownArgumentType]
         recipe.with_tokenizer(Path(config.hf_assets_path), "TorchTitan (hf_assets_path)")
         local = config.parallelism.pipeline_parallel_microbatch_size if dims.pp_enabled else training.local_batch_size
         _, world = _data_rank(dims)
@@ -249,6 +292,9 @@ class Trainer(TitanTrainer):
             self._check_checkpoint(self.checkpointer)
         with StopSignals() as self._stop:
             super().train()
+        if self.step > self.dataloader.loader.step:  # a finite stream ended: TorchTitan counts the step it cancelled
+            self.step -= 1
+            self._save(last=True)
 
     def should_continue_training(self) -> bool:
         """Whether to take another step; after a stop signal to any rank, save and end on all of them."""
@@ -256,13 +302,25 @@ class Trainer(TitanTrainer):
             return False
         if self._stop is None or not self._stop.agreed():
             return True
-        manager = self.checkpointer
-        if isinstance(manager, CheckpointManager) and manager.enable and self.step % manager.interval:
-            manager.interval = self.step  # an ordinary, full save: TorchTitan's last one may hold the model alone
-            manager.save(self.step)
-        manager.maybe_wait_for_saving()
-        logger.warning("Stopped by a signal after step %d; start again to go on from there.", self.step)
+        kept = self._save(last=False)
+        on = "start again to go on from there" if kept else "nothing was saved, as checkpoint.enable is off"
+        logger.warning("Stopped by a signal after step %d; %s.", self.step, on)
         return False
+
+    def _save(self, last: bool) -> bool:
+        """Save what has not been saved; whether there is a checkpoint to go on from.
+
+        Never the step that was loaded: it would be written over in place, and a kill meanwhile would leave neither.
+        """
+        manager = self.checkpointer
+        if not isinstance(manager, CheckpointManager) or not manager.enable or manager.load_only:
+            return False
+        if self.step not in (0, self._loaded) and self.step % manager.interval:
+            if not last:
+                manager.interval = self.step  # an ordinary, full save: TorchTitan's last one may hold the model alone
+            manager.save(self.step, last_step=last)
+        manager.maybe_wait_for_saving()
+        return True
 
     def _check_checkpoint(self, manager: CheckpointManager) -> None:
         """Refuse a checkpoint that the loader cannot go on from, before the checkpointer loads any of it.
@@ -277,9 +335,9 @@ class Trainer(TitanTrainer):
             place, step = manager.initial_load_path, None
         else:
             return
-        if _STATE in self.config.checkpoint.exclude_from_loading:
+        if KEY in self.config.checkpoint.exclude_from_loading:
             raise RestoreError(
-                f"checkpoint.exclude_from_loading holds {_STATE!r}: the model would go on from {place}, while the data "
+                f"checkpoint.exclude_from_loading holds {KEY!r}: the model would go on from {place}, while the data "
                 "silently starts again. Remove it from the list; the loader's state loads at any number of ranks."
             )
         header = read_header(place)
@@ -295,15 +353,20 @@ class Trainer(TitanTrainer):
                 "the checkpoint holds no state of this loader. Load the model alone (checkpoint.initial_load_path) to "
                 "start the data anew on purpose."
             )
+        self._loaded = self.step
         return super().batch_generator(data_iterable)
 
     def train_step(self, data_iterator: Iterator[TitanBatch]) -> None:
+        super().train_step(self._watched(data_iterator) if self._ledger else data_iterator)
         if self._ledger:
-            super().train_step(self._ledger.watch(data_iterator))
             self._ledger.write(self.step)
-        else:
-            super().train_step(data_iterator)
         self._skips.write(self.dataloader.loader.take_skipped())
+
+    def _watched(self, batches: Iterator[TitanBatch]) -> Iterator[TitanBatch]:
+        """Have the ledger note what the trainer takes, before it moves tensors to a device."""
+        for tensors, labels in batches:
+            cast(Ledger, self._ledger).add({name: one.numpy() for name, one in {**tensors, "labels": labels}.items()})
+            yield tensors, labels
 
     def close(self) -> None:
         super().close()
@@ -311,70 +374,6 @@ class Trainer(TitanTrainer):
         self._skips.close()
         if self._ledger:
             self._ledger.close()
-
-
-class _Ledger:
-    """Digests of what `train_step` received, lane by lane; hashed beside training, which they would delay by 7 ms a
-    Mtoken. A step that was being hashed when a run was killed is run again after its resume."""
-
-    def __init__(self, dataloader: DataLoader, file: Path) -> None:
-        self._worker, self._lanes = dataloader.stream.worker, dataloader.loader.lanes
-        self._records: list[Record] = []
-        self._writer = LedgerWriter(file)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zephon-ledger")
-        self._writing: Future[None] | None = None
-
-    def watch(self, batches: Iterator[TitanBatch]) -> Iterator[TitanBatch]:
-        """Keep what the trainer takes, before it moves tensors to a device."""
-        for tensors, labels in batches:
-            arrays = {name: tensor.numpy() for name, tensor in {**tensors, "labels": labels}.items()}
-            self._records.extend(self._worker.records(arrays))
-            yield tensors, labels
-
-    def write(self, step: int) -> None:
-        """Have a complete step hashed; waits for the one before, so that at most one is on its way."""
-        records, self._records = self._records, []
-        self.flush()
-        self._writing = self._thread.submit(self._hash, step, records)
-
-    def flush(self) -> None:
-        """Return when all steps are written."""
-        if self._writing:
-            self._writing.result()
-
-    def close(self) -> None:
-        self.flush()
-        self._thread.shutdown()
-        self._writer.close()
-
-    def _hash(self, step: int, records: list[Record]) -> None:
-        share = len(records) // len(self._lanes)
-        parts = [records[i * share : (i + 1) * share] for i in range(len(self._lanes))]
-        self._writer.write(step, {lane: lane_digest(part) for lane, part in zip(self._lanes, parts, strict=True)})
-
-
-def read_header(checkpoint: str) -> bytes:
-    """The loader's header from a distributed checkpoint, without loading anything else or talking to other ranks.
-
-    Raises:
-        RestoreError: the checkpoint has no loader state, or another loader's.
-    """
-    reader = FileSystemReader(checkpoint)
-    keys = [key for key in reader.read_metadata().state_dict_metadata if key.startswith(f"{_STATE}.")]
-    key = f"{_STATE}.{HEADER}"
-    if key not in keys:
-        found = (
-            f"the state of another loader ({', '.join(sorted(keys)[:3])})" if keys else "no loader state, only a model"
-        )
-        raise RestoreError(
-            f"{checkpoint} holds {found}; the data cannot go on from there. To start the data anew on purpose, load "
-            "the model alone: point checkpoint.initial_load_path at it and use an empty checkpoint folder."
-        )
-    state: dict[str, Any] = {key: b""}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it loads in one process, as it should
-        load(state, storage_reader=reader, no_dist=True)
-    return state[key]
 
 
 def _data_rank(dims: ParallelDims) -> tuple[int, int]:
