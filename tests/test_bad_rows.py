@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,6 +16,7 @@ from worlds import tokenizer_folder
 
 from zephon import DataError, Loader, RecipeError, Stream
 from zephon.digest import lane_digest
+from zephon.loader import UNTAKEN
 from zephon.run.skips import SkipWriter, read_skips
 from zephon.transform import BAD_ROW
 from zephon.types import Skip
@@ -210,6 +212,25 @@ def test_tars_and_parquet_skip_rows_too(tmp_path: Path) -> None:
             _, skips = deliver([stream.loader()], 30)
         assert len({skip.place for skip in skips}) == rows
         assert all("UTF-8" in skip.reason for skip in skips)
+
+
+@pytest.mark.parametrize("run", ["", "isolate = true"])
+def test_bad_rows_that_nobody_takes_are_told_and_do_not_pile_up(
+    tmp_path: Path, run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "some good text"}\n' + b"{\n" * 20)
+    with Stream.open(recipe(tmp_path, 'on_error = "skip"\nmax_bad = 100000', lanes=1, run=run)) as stream:
+        loader, other = stream.loader(), stream.loader()
+        taken = list[Skip]()
+        for _ in range(50):
+            next(loader)
+            next(other)
+            taken += other.take_skipped()
+        left = loader.take_skipped()
+    told = [record.args for record in caplog.records if "nobody took" in record.msg]
+    assert 0 < len(left) < 2 * UNTAKEN < len(taken)
+    assert sum(cast(tuple[int], args)[0] for args in told) + len(left) == len(taken)
+    assert left == taken[-len(left) :]
 
 
 def test_skip_lists_count_a_row_once(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Rank `r` of `G` owns the lanes `l` with `l * G // L == r`. Global batch `t = 1, 
 
 import functools
 import itertools
+import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,9 +18,9 @@ from zephon.errors import DataError, RestoreError, TopologyError
 from zephon.feed import Feeder
 from zephon.lane import Lane, Mark
 from zephon.modality import LATE
-from zephon.recipe import divisors
 from zephon.restore import batch_sizes, compare_headers
 from zephon.state import HEADER, LaneState, encode_header, lane_key, tag_of
+from zephon.topology import check_topology, owned_lanes
 from zephon.types import Batch, Plan, Record, Skip
 from zephon.worker import Handle
 
@@ -27,48 +28,14 @@ if TYPE_CHECKING:
     from zephon.stream import Stream
 
 
+logger = logging.getLogger(__name__)
+
+UNTAKEN = 1000
+"""Bad rows that a loader keeps for who takes them, and what one step adds: a run of weeks must not fill the memory."""
+
 RESTORE_TASKS = 8
 """Tasks for each source that measure again what a state names as open, one for so many lanes when the first of them
 goes on: the first batch after a restore waits for one task, not for all."""
-
-
-def owned_lanes(rank: int, world: int, lanes: int) -> list[int]:
-    """The lanes of a rank, ascending."""
-    return [lane for lane in range(lanes) if lane * world // lanes == rank]
-
-
-def check_topology(*, lanes: int, global_batch: int, world: int, local_batch: int | None) -> int:
-    """Check that ranks and batches fit, and settle the local batch size.
-
-    Returns:
-        Sequences of a micro-batch: `local_batch`, or a rank's whole share where it is None.
-
-    Raises:
-        TopologyError: says the nearest values that work.
-    """
-    if world < 1 or lanes % world:
-        works = divisors(lanes)
-        raise TopologyError(
-            f"{world} data-parallel ranks cannot share {lanes} lanes evenly, so ranks would get batches of different "
-            f"sizes. The numbers of ranks that work are {works}; the nearest to {world}: {_near(world, works)}."
-        )
-    share = global_batch // world
-    if local_batch is None:
-        return share
-    if local_batch < 1 or share % local_batch:
-        works = divisors(share)
-        raise TopologyError(
-            f"A rank's share of a global batch is {global_batch} / {world} = {share} sequences, which a local batch of "
-            f"{local_batch} does not divide. The local batches that work are {works}; the nearest to {local_batch}: "
-            f"{_near(local_batch, works)}. Any of them gives the same data."
-        )
-    return local_batch
-
-
-def _near(given: int, works: list[int]) -> str:
-    below = [one for one in works if one < given][-1:]
-    above = [one for one in works if one > given][:1]
-    return " and ".join(str(one) for one in below + above)
 
 
 class Stats(NamedTuple):
@@ -191,15 +158,26 @@ class Loader:
         if self._handed == self._per_step:
             self._handed, self._step = 0, self._step + 1
             self._marks, skipped = self._sealed.popleft()
-            self._skipped += skipped
+            self._note(skipped)
             self._late_states = {lane: Counter(late) for lane, late in self._late.items() if late}
         return batch
 
     def take_skipped(self) -> list[Skip]:
         """The bad rows left out in steps handed over since this was last called, in order; after an error, all others
-        too that lanes have come to."""
+        too that lanes have come to. To be called now and then: of `UNTAKEN` ones only the last is told."""
         skipped, self._skipped = self._skipped, []
         return skipped
+
+    def _note(self, skipped: list[Skip]) -> None:
+        """Keep the bad rows of a step for who takes them; where nobody does, they are told and forgotten."""
+        if len(self._skipped) >= UNTAKEN:
+            last = self._skipped[-1]
+            logger.warning(
+                "%d bad rows were left out that nobody took (take_skipped), the last in step %d: %s: %s They are "
+                "counted in the state, but listed nowhere.", len(self._skipped), last.step, last.place, last.reason,
+            )  # fmt: skip
+            self._skipped = []
+        self._skipped += skipped
 
     def _unusable(self) -> DataError:
         return DataError(

@@ -28,7 +28,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer as TitanTrainer
 
 from zephon.errors import RecipeError, RestoreError, TopologyError
-from zephon.loader import check_topology
 from zephon.recipe import Recipe
 from zephon.restore import check_allowed, compare_headers
 from zephon.run.dcp import KEY, read_header
@@ -37,6 +36,7 @@ from zephon.run.peers import check_peers
 from zephon.run.skips import SkipWriter
 from zephon.run.stop import StopSignals
 from zephon.stream import Stream
+from zephon.topology import check_topology
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from zephon import Loader, Stream
 from zephon.digest import lane_digest
+from zephon.run.skips import SkipWriter
 from zephon.state import HEADER, encode_header, lane_key, tag_of
 from zephon.types import Batch
 
@@ -29,6 +30,7 @@ class Feed:
         self.stream, self._place = stream, (rank, world, local_batch_size)
         self._header = encode_header(stream.header(0))
         self.loader: Loader | None = None
+        self._skips = SkipWriter(None)
 
     def first_lanes(self) -> dict[int, bytes]:
         """The state of every lane of the run before its first step."""
@@ -46,8 +48,9 @@ class Feed:
             self.loader.load_state_dict({HEADER: self._header} | {lane_key(one): lanes[one] for one in lanes})
 
     def lanes(self) -> dict[int, bytes]:
-        """The state of every lane of this rank, after the last whole step."""
+        """The state of every lane of this rank, after the last whole step; bad rows up to it are logged."""
         state = self._state()
+        self._skips.write(self.loader.take_skipped() if self.loader else [])
         return {lane: state[lane_key(lane)] for lane in self.loader.lanes} if self.loader else {}
 
     def digests(self, batches: Sequence[Batch]) -> dict[int, str]:

@@ -27,10 +27,10 @@ from zephon.command.saved import write_state
 from zephon.digest import lane_digest
 from zephon.errors import UsageError, ZephonError
 from zephon.ledger import LedgerWriter, compare_ledgers, ledger_line, read_ledger
-from zephon.loader import check_topology
 from zephon.recipe import Recipe, divisors
 from zephon.run.skips import SkipWriter, read_skips
 from zephon.stream import Stream
+from zephon.topology import check_topology
 
 RecipePath = Annotated[Path, tyro.conf.Positional]
 

@@ -51,7 +51,7 @@ class IsolatedLoader(Loader):
         if state is not None:
             self._handed, self._step, self._saved = 0, self._step + 1, state
             self._stats, self._rows_ahead, skipped = stats
-            self._skipped += skipped
+            self._note(skipped)
         return batch
 
     def _receive(self) -> _Item:
