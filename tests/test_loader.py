@@ -10,8 +10,8 @@ import zephon
 from zephon import DataError, RecipeError, RestoreError, Stream, TopologyError
 from zephon.digest import lane_digest, step_digest
 from zephon.feed import Feeder
-from zephon.loader import check_topology, owned_lanes
 from zephon.recipe import divisors
+from zephon.topology import check_topology, owned_lanes
 
 
 @pytest.fixture
