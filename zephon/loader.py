@@ -26,7 +26,6 @@ from zephon.worker import Handle
 if TYPE_CHECKING:
     from zephon.stream import Stream
 
-
 RESTORE_TASKS = 8
 """Tasks for each source that measure again what a state names as open, one for so many lanes when the first of them
 goes on: the first batch after a restore waits for one task, not for all."""
@@ -162,9 +161,10 @@ class Loader:
         """The next micro-batch: named arrays, `[local_batch_size, seq_len]` int32 for text.
 
         Raises:
-            DataError: a source holds something that cannot be delivered. The loader is of no use after any error; a new
-                one goes on from the last state.
+            DataError: something cannot be delivered. After any error only a new loader goes on, from the last state.
+            UsageError: the stream is closed.
         """
+        self._stream.watch.check_open()
         if self._failed:
             raise self._unusable() from self._failed
         try:
@@ -183,9 +183,7 @@ class Loader:
             lane = 0 if self._finite else self.lanes[(self._handed * self._local + sequence) // self._share]
             self._late[lane][source, counter] += 1
         if self._wide:
-            batch = {
-                name: array.astype(np.int64) if array.dtype == np.int32 else array for name, array in batch.items()
-            }
+            batch = {name: one.astype(np.int64) if one.dtype == np.int32 else one for name, one in batch.items()}
         self._batch_bytes = sum(array.nbytes for array in batch.values())
         self._handed += 1
         if self._handed == self._per_step:
@@ -295,6 +293,7 @@ class Loader:
 
     def _begin(self, step: int, states: dict[int, LaneState]) -> None:
         stream = self._stream
+        stream.watch.check_open()
         self._step, self._handed, self._loaded = step, 0, 0
         self._failed: BaseException | None = None
         self._sealed: deque[tuple[dict[int, Mark], list[Skip]]] = deque()
