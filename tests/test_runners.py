@@ -14,12 +14,16 @@ import numpy as np
 import pytest
 from small import with_run, write_recipe
 
-from zephon import DataError, Loader, Stream
+import zephon
+from zephon import DataError, Loader, Recipe, Stream, UsageError
 from zephon.command.rehearse import process_tree
 from zephon.digest import lane_digest, step_digest
 from zephon.run import wire
+from zephon.run.child import Child
 from zephon.run.isolate import IsolatedLoader
 from zephon.run.runners import ProcessRunner
+from zephon.run.watch import Watch
+from zephon.worker import Worker
 
 STEPS = 12
 VARIANTS = ["inline 1", "threads 1", "threads 3", "process 1", "process 2", "inline 1 isolate", "threads 2 isolate"]
@@ -103,6 +107,125 @@ def test_a_stream_that_cannot_be_opened_leaves_no_process(recipe: Path) -> None:
     with pytest.raises(DataError, match="there is no field 'nothing'"):
         Stream.open(path)
     assert not left_over(before)
+
+
+def test_a_child_that_cannot_open_its_stream_says_why_once(
+    recipe: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = with_run(recipe, "process 2")
+    path.write_text(path.read_text().replace('name = "b"', 'name = "b"\ntext = "nothing"'))
+    wrong = Recipe.load(path)
+    runner = ProcessRunner(wrong, Watch(60))
+    rows = np.arange(3)
+    for _ in range(3):
+        with pytest.raises(DataError, match="there is no field 'nothing'"):
+            runner.submit(Worker.measure, 0, rows, rows * 0).result(60)
+    runner.close()
+    child = Child("loader", (wrong, {}), 60)
+    with pytest.raises(DataError, match="there is no field 'nothing'"):
+        child.receive()
+    child.close()
+    assert "died" not in caplog.text
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("variant", ["inline 1", "threads 2", "process 1", "inline 1 isolate", "threads 2 isolate"])
+def test_a_stream_that_is_closed_gives_nothing_more(recipe: Path, variant: str) -> None:
+    with Stream.open(with_run(recipe, variant)) as stream:
+        loader, fresh = stream.loader(local_batch_size=2), stream.loader()
+        step([loader])
+        state = loader.state_dict()
+    for use in (loader.__next__, fresh.__next__, lambda: loader.load_state_dict(state), stream.loader):
+        with pytest.raises(UsageError, match="The stream is closed; open it again and load the last state"):
+            use()
+    assert loader.state_dict() == state
+    if "isolate" not in variant and variant != "inline 1":
+        rows = np.arange(3)
+        with pytest.raises(UsageError, match="The stream is closed"):
+            stream.runner.submit(stream.worker.measure, 0, rows, rows * 0).result(20)
+
+
+LIMITED = """
+import os, resource, signal, sys
+import numpy as np
+from zephon import DataError, Stream
+
+def limit(files):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+what = sys.argv[2]
+try:
+    if what == "start":
+        before = set(os.listdir("/proc/self/fd"))
+        limit(max(map(int, before)) + 12)
+        Stream.open(sys.argv[1])
+    with Stream.open(sys.argv[1]) as stream:
+        loader = stream.loader()
+        next(loader)
+        try:
+            limit(3)
+            if what == "replace":
+                os.kill(stream.runner._crew[0]._child.process.pid, signal.SIGKILL)
+            if what in ("send", "receive"):  # much that goes there, or comes back
+                rows = np.tile(np.arange(60), 400 if what == "send" else 40)
+                stream.runner.submit(stream.worker.measure, 0, rows, rows * 0).result(30)
+            for _ in range(3000):
+                next(loader)
+        finally:
+            limit(200)
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "variant", "says"),
+    [
+        ("start", "process 64", "A worker process cannot be started"),
+        ("replace", "process 1", "A worker process cannot be started"),
+        ("send", "process 1", "Work cannot be sent"),
+        ("receive", "process 1", "cannot be received"),
+        ("batch", "inline 1 isolate", "cannot be received"),
+    ],
+)
+def test_a_process_without_free_file_descriptors_says_so_and_does_not_hang(
+    tmp_path: Path, what: str, variant: str, says: str
+) -> None:
+    path = with_run(write_recipe(tmp_path, seq_len=4096), variant)
+    command = [sys.executable, "-c", LIMITED, str(path), what]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert says in done.stdout, done.stderr
+    assert "oo many open files" in done.stdout
+    assert "ulimit -n" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+WHERE = """
+import sys
+from pathlib import Path
+import zephon
+
+def where(row):
+    with Path(__file__).with_name("found").open("a") as file:
+        print(zephon.__file__, sys.modules["zephon.worker"].__file__, file=file)
+    return True
+"""
+
+
+def test_a_worker_runs_the_zephon_of_its_parent(tmp_path: Path) -> None:
+    """Another one that can be imported too might decide the order, in silence."""
+    sources = '[[sources]]\nname = "a"\npaths = ["a/*.jsonl"]\nfilter = "where:where"\n'
+    path = with_run(write_recipe(tmp_path, sources=sources), "process 1 isolate")
+    (tmp_path / "where.py").write_text(WHERE)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "zephon").symlink_to(Path(zephon.__file__).parent)
+    code = (
+        "import sys\nsys.path.insert(0, sys.argv[2])\nimport zephon\nsys.path.pop(0)\n"
+        "with zephon.Stream.open(sys.argv[1]) as stream: next(stream.loader())\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path), str(tmp_path / "other")], check=True)
+    found = set((tmp_path / "found").read_text().split())
+    assert found == {str(tmp_path / "other" / "zephon" / name) for name in ("__init__.py", "worker.py")}
 
 
 def test_a_worker_that_is_killed_is_replaced_and_its_work_done_again(

@@ -17,11 +17,11 @@ import pytest
 import small
 from small import write_recipe
 
-from zephon import DataError, RecipeError, Stream
+from zephon import DataError, RecipeError, Stream, UsageError
 from zephon.digest import lane_digest
 from zephon.run.child import Child
 from zephon.run.isolate import IsolatedLoader
-from zephon.run.runners import ProcessRunner
+from zephon.run.runners import ProcessRunner, ThreadRunner
 from zephon.run.watch import SIGNAL, Watch
 
 HANG = """
@@ -91,6 +91,57 @@ def test_work_that_hangs_stops_the_run_and_is_named(
         assert "s so far, of 1." in caplog.text
 
 
+@pytest.mark.parametrize("variant", ["threads 2", "process 3"])
+def test_closing_does_not_wait_for_work_that_hangs(
+    hanging: Path, variant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after Ctrl-C, or any other error, long before `[run] timeout`."""
+    found: list[BaseException | None] = []
+
+    def deliver_until_it_fails() -> None:
+        try:
+            while True:
+                next(loader)
+        except BaseException as error:
+            found.append(error)
+
+    hung, stream = hanging.with_name("hung"), Stream.open(with_run(hanging, variant, timeout=600))
+    loader = stream.loader()
+    waits = threading.Thread(target=deliver_until_it_fails, daemon=True)
+    waits.start()
+    while not hung.exists():
+        waits.join(0.01)
+        assert waits.is_alive()
+    started = time.monotonic()
+    stream.close()
+    assert time.monotonic() - started < 8
+    waits.join(10)
+    assert "The stream is closed" in str(*found)
+    if variant == "threads 2":
+        assert "leaves behind, with its thread: Source 'b': measuring" in caplog.text
+
+
+@pytest.mark.parametrize("timeout", [0, 60])
+def test_closing_waits_for_a_thread_that_works(timeout: int) -> None:
+    """It may be amid a read."""
+    works, done = threading.Event(), list[str]()
+
+    def work() -> None:
+        works.set()
+        time.sleep(0.3)
+        done.append("done")
+
+    watch = Watch(timeout)
+    runner = ThreadRunner(2, watch)
+    runner.submit(work)
+    works.wait()
+    watch.closed = True
+    runner.close()
+    assert done
+    with pytest.raises(UsageError, match="The stream is closed"):
+        runner.submit(work).result()
+
+
 @pytest.mark.parametrize("variant", ["process 1", "process 2", "process 1 isolate"])
 def test_a_worker_that_hangs_once_is_replaced_and_nothing_changes(hanging: Path, variant: str) -> None:
     hanging.with_name("once").touch()
@@ -129,9 +180,9 @@ def test_a_worker_that_is_found_to_hang_while_its_runner_closes_is_not_replaced(
         closing.wait()
         raise TimeoutError
 
-    def told(self: Child) -> int:
+    def told(self: Child, patience: float = 3.0) -> int:
         closing.set()
-        return close(self)
+        return close(self, patience)
 
     monkeypatch.setattr(Child, "receive", receive)
     monkeypatch.setattr(Child, "close", told)

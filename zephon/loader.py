@@ -4,17 +4,18 @@ Rank `r` of `G` owns the lanes `l` with `l * G // L == r`. Global batch `t = 1, 
 `[(t - 1) * B / L, t * B / L)` of every lane; a rank's share of it is lane-major, cut into micro-batches.
 """
 
+import contextlib
 import functools
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from zephon.errors import DataError, RestoreError, TopologyError
+from zephon.errors import DataError, RestoreError, TopologyError, UsageError
 from zephon.feed import Feeder
 from zephon.lane import Lane, Mark
 from zephon.modality import LATE
@@ -26,7 +27,6 @@ from zephon.worker import Handle
 
 if TYPE_CHECKING:
     from zephon.stream import Stream
-
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +129,10 @@ class Loader:
         """The next micro-batch: named arrays, `[local_batch_size, seq_len]` int32 for text.
 
         Raises:
-            DataError: a source holds something that cannot be delivered. The loader is of no use after any error; a new
-                one goes on from the last state.
+            DataError: something cannot be delivered. After any error only a new loader goes on, from the last state.
+            UsageError: the stream is closed.
         """
+        self._stream.watch.check_open()
         if self._failed:
             raise self._unusable() from self._failed
         try:
@@ -150,9 +151,7 @@ class Loader:
             lane = 0 if self._finite else self.lanes[(self._handed * self._local + sequence) // self._share]
             self._late[lane][source, counter] += 1
         if self._wide:
-            batch = {
-                name: array.astype(np.int64) if array.dtype == np.int32 else array for name, array in batch.items()
-            }
+            batch = {name: one.astype(np.int64) if one.dtype == np.int32 else one for name, one in batch.items()}
         self._batch_bytes = sum(array.nbytes for array in batch.values())
         self._handed += 1
         if self._handed == self._per_step:
@@ -269,10 +268,15 @@ class Loader:
         return Stats(records, positions, records * self._stream.batch.seq_len - positions, mixed, dropped)
 
     def close(self) -> None:
-        """Release what this loader alone holds."""
+        """Release what this loader alone holds; it gives no more batches."""
+        self._failed = self._failed or UsageError("it was closed")
+        self._ahead.clear()
+        with contextlib.suppress(ValueError):  # another thread is deciding: that ends by itself
+            self._plans.close()
 
     def _begin(self, step: int, states: dict[int, LaneState]) -> None:
         stream = self._stream
+        stream.watch.check_open()
         self._step, self._handed, self._loaded = step, 0, 0
         self._failed: BaseException | None = None
         self._sealed: deque[tuple[dict[int, Mark], list[Skip]]] = deque()
@@ -323,7 +327,7 @@ class Loader:
             raise StopIteration
         return self._ahead.popleft()
 
-    def _decide(self, lanes: list[Lane]) -> Iterator[Plan]:
+    def _decide(self, lanes: list[Lane]) -> Generator[Plan]:
         """Plans of all steps to come, lane-major within a step; marks are set aside as each lane ends its share."""
         while True:
             marks: dict[int, Mark] = {}
@@ -353,7 +357,7 @@ class Loader:
             lane.skipped.clear()
         return found
 
-    def _decide_finite(self, lane: Lane) -> Iterator[Plan]:
+    def _decide_finite(self, lane: Lane) -> Generator[Plan]:
         """This rank's plans of one decision stream, which every rank decides whole: all end at the same step."""
         size = self._stream.batch.global_batch_size
         mine = slice(self.lanes[0], self.lanes[-1] + 1)

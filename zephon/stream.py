@@ -236,6 +236,7 @@ class Stream:
 
     def close(self) -> None:
         """Stop loaders and workers, and release files."""
+        self.watch.closed = True
         for loader in list(self._loaders):
             loader.close()
         self.runner.close()

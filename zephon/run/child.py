@@ -5,6 +5,7 @@ needs no clean-up by anybody, whoever is killed.
 """
 
 import contextlib
+import errno
 import gc
 import logging
 import queue
@@ -15,9 +16,10 @@ import sys
 import threading
 import traceback
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zephon.errors import ZephonError
+from zephon.errors import DataError, ZephonError
 from zephon.run.wire import ALIVE, hang_up, receive, send, show_life, wait
 
 if TYPE_CHECKING:
@@ -33,7 +35,15 @@ HUNG = -1
 """Number of the answer that says that the task which is being done hangs."""
 
 _START = 60.0  # seconds until the first sign of life: Python starts in 0.2, from a cold network disk in 20
-_PATIENCE = 3.0  # seconds that an idle child gets to end by itself; one that works or hangs leaves nothing either
+
+PATIENCE = 3.0
+"""Seconds that an idle child, or a thread that works, gets to end by itself: one that hangs leaves nothing either."""
+
+_PROGRAM = (
+    "import sys; from importlib.util import module_from_spec, spec_from_file_location as at; sys.path[:] = {path!r}; "
+    "spec = at('zephon', {file!r}); package = sys.modules['zephon'] = module_from_spec(spec); "
+    "spec.loader.exec_module(package); from zephon.run.child import main; main()"
+)  # the files of this Zephon, wherever the parent has found it: another one might decide the order, in silence
 
 
 class Child:
@@ -43,54 +53,89 @@ class Child:
         role: `worker` or `loader`.
         task: what it gets first, by pickle.
         timeout: seconds without a sign of life after which it is held to hang; 0 never.
+
+    Raises:
+        DataError: no process can be started.
     """
 
     def __init__(self, role: str, task: Any, timeout: float) -> None:
         self._silence, self._timeout = timeout and max(timeout, _START), timeout
-        self.link, theirs = socket.socketpair()
-        command = [sys.executable, "-c", "from zephon.run.child import main; main()", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        theirs.close()
-        with contextlib.suppress(OSError):  # it died at once: whoever waits for its first answer will say so
-            send(self.link, (sys.path, logging.getLogger().level, role, task))
+        program = _PROGRAM.format(path=[*map(str, sys.path)], file=str(Path(__file__).parents[1] / "__init__.py"))
+        try:
+            self.link, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-c", program, str(theirs.fileno())]
+                self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        except OSError as error:
+            raise _lack(f"A {role} process cannot be started", error) from error
+        self.send((logging.getLogger().level, role, task))
+
+    def send(self, message: Any) -> bool:
+        """Send it a message; False where it has gone, which whoever receives from it learns too.
+
+        Raises:
+            DataError: this process lacks what that takes.
+        """
+        try:
+            send(self.link, message)
+        except OSError as error:
+            if isinstance(error, ConnectionError) or error.errno == errno.EBADF:  # EBADF: we have hung up meanwhile
+                return False
+            raise _lack("Work cannot be sent to another process", error) from error
+        return True
 
     def receive(self) -> Any:
         """Its next message.
 
         Raises:
-            EOFError: it has gone.
+            EOFError, ConnectionError: it has gone.
             TimeoutError: it hangs.
+            DataError: this process cannot take the message.
+            Exception: why it cannot go on, as it said itself.
         """
         while True:
-            wait(self.link, self._silence)
-            message, self._silence = receive(self.link), self._timeout
+            try:
+                wait(self.link, self._silence)
+                message, self._silence = receive(self.link), self._timeout
+            except (EOFError, ConnectionError, TimeoutError):
+                raise
+            except Exception as error:
+                raise _lack("What another process has sent cannot be received", error) from error
+            if isinstance(message, Exception):
+                raise message
             if message != ALIVE:
                 return message
 
-    def close(self) -> int:
-        """Hang up and wait for the exit code; a child that does not end is killed."""
+    def close(self, patience: float = PATIENCE) -> int:
+        """Hang up and wait for the exit code; a child that does not end in so many seconds is killed."""
         hang_up(self.link)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.process.wait(_PATIENCE)
-        self.kill()
-        return self.process.wait()
+            return self.process.wait(patience)
+        return self.kill()
 
-    def kill(self) -> None:
+    def kill(self) -> int:
         """End it at once."""
         hang_up(self.link)
         self.process.kill()
-        self.process.wait()
+        return self.process.wait()
+
+
+def _lack(what: str, error: Exception) -> DataError:
+    return DataError(
+        f"{what}: {error!r}. Most often the limit of open files (ulimit -n) or of processes (ulimit -u, a container's "
+        "pids limit) is reached, or memory is: raise it, or use fewer [run] workers, then go on from the last state."
+    )
 
 
 class _Line:
     """The child's end of a link, on which several of its threads send."""
 
     def __init__(self, link: socket.socket) -> None:
-        self._link, self._lock = link, threading.Lock()
+        self.link, self._lock = link, threading.Lock()
 
     def send(self, message: Any) -> None:
         with self._lock:
-            send(self._link, message)
+            send(self.link, message)
 
 
 def failure(error: BaseException) -> Exception:
@@ -100,19 +145,17 @@ def failure(error: BaseException) -> Exception:
     return RuntimeError("".join(traceback.format_exception(error)))
 
 
-def serve_worker(link: socket.socket, recipe: "Recipe") -> None:
+def serve_worker(line: _Line, recipe: "Recipe") -> None:
     """Do what is asked, one task after the other."""
     from zephon.stream import Stream
 
-    line, run = _Line(link), recipe.run
-    show_life(line.send, run.timeout / 2)  # half: a hung task is done again before the timeout
-    own = replace(
-        run, runner="inline", workers=1, isolate=False, memory=run.memory // run.workers, timeout=run.timeout / 2
-    )
+    run, half = recipe.run, recipe.run.timeout / 2  # half: a hung task is done again before the timeout
+    show_life(line.send, half)
+    own = replace(run, runner="inline", workers=1, isolate=False, memory=run.memory // run.workers, timeout=half)
     with Stream(replace(recipe, run=own)) as stream:
         stream.watch.told = lambda error: line.send((HUNG, False, error))
         while True:
-            number, name, args = receive(link)
+            number, name, args = receive(line.link)
             try:
                 work = getattr(stream.worker, name)
                 answer = (number, True, stream.watch.do(work, args))
@@ -121,7 +164,7 @@ def serve_worker(link: socket.socket, recipe: "Recipe") -> None:
             line.send(answer)
 
 
-def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> None:
+def serve_loader(line: _Line, task: tuple["Recipe", dict[str, Any]]) -> None:
     """Produce micro-batches as long as few enough wait; `("load", turn, state)` starts again from a state.
 
     Sends `(turn, items)`, items being `(batch, state, stats)`: state and stats after the last micro-batch of a step,
@@ -132,12 +175,11 @@ def serve_loader(link: socket.socket, task: tuple["Recipe", dict[str, Any]]) -> 
     from zephon.stream import Stream
 
     recipe, options = task
-    line = _Line(link)
     show_life(line.send, recipe.run.timeout)
     asked: queue.Queue[tuple[Any, ...] | None] = queue.Queue()
-    threading.Thread(target=_listen, args=(link, asked), daemon=True).start()
+    threading.Thread(target=_listen, args=(line.link, asked), daemon=True).start()
     with Stream(replace(recipe, run=replace(recipe.run, isolate=False))) as stream:
-        stream.watch.told = lambda error: line.send((None, [(None, error, None)]))
+        stream.watch.told = line.send
         loader, most = stream.loader(**options), stream.budget.waiting
         gc.freeze()  # what is there now stays: full collections need not look at it again
         turn, live = 0, True
@@ -195,8 +237,11 @@ def main() -> None:
     """Entry point of a child."""
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # sent to whole jobs; ours to end is the parent's link
         signal.signal(one, signal.SIG_IGN)
-    link = socket.socket(fileno=int(sys.argv[1]))
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        sys.path[:], level, role, task = receive(link)
+    line = _Line(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        level, role, task = receive(line.link)
         logging.basicConfig(level=level)
-        {"worker": serve_worker, "loader": serve_loader}[role](link, task)
+        {"worker": serve_worker, "loader": serve_loader}[role](line, task)
+    except Exception as error:  # the parent's to say, once; most often it is that the parent has gone
+        with contextlib.suppress(OSError):
+            line.send(failure(error))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from zephon.errors import DataError
 from zephon.loader import Loader, Stats
 from zephon.run.child import Child
-from zephon.run.wire import send
 from zephon.types import Batch
 
 if TYPE_CHECKING:
@@ -32,12 +31,12 @@ class IsolatedLoader(Loader):
         self._turn, self._came = 0, False
         self._taken: deque[_Item] = deque()
         self._ended = False
-        self._child = Child(
-            "loader", (stream.recipe, options), stream.recipe.run.timeout
-        )  # at once: it starts while a checkpoint loads
+        # At once: it starts while a checkpoint loads.
+        self._child = Child("loader", (stream.recipe, options), stream.recipe.run.timeout)
         self._end = weakref.finalize(self, self._child.close)  # a loader that is dropped leaves no process
 
     def __next__(self) -> Batch:
+        self._stream.watch.check_open()
         if self._failed:
             raise self._unusable() from self._failed
         if self._ended:
@@ -59,12 +58,10 @@ class IsolatedLoader(Loader):
         try:
             if self._came:
                 self._came = False
-                send(self._child.link, ("taken", self._turn))
+                self._child.send(("taken", self._turn))
             while True:
                 turn, items = self._child.receive()
-                if turn is None:  # it hangs, and says over what
-                    self._child.kill()
-                if turn in (None, self._turn):
+                if turn == self._turn:
                     self._came = True
                     self._taken.extend(items)
                     return self._taken.popleft()
@@ -72,9 +69,14 @@ class IsolatedLoader(Loader):
             self._child.kill()
             self._failed = self._stream.watch.error("The process of the isolated loader: no sign of life")
             raise self._failed from None
-        except (EOFError, OSError) as error:
+        except (EOFError, ConnectionError) as error:
+            self._stream.watch.check_open()  # another thread may have closed it meanwhile
             self._failed = self._died()
             raise self._failed from error
+        except Exception as error:  # it says why it cannot go on, or over what it hangs; or it cannot be heard
+            self._child.kill()
+            self._failed = error
+            raise
 
     def _died(self) -> DataError:
         code = self._child.close()
@@ -93,10 +95,8 @@ class IsolatedLoader(Loader):
         self._taken.clear()
         self._came = False
         self._saved, self._stats, self._turn, self._ended = mine, super().stats(), self._turn + 1, False
-        try:
-            send(self._child.link, ("load", self._turn, mine))
-        except OSError as error:
-            raise self._died() from error
+        if not self._child.send(("load", self._turn, mine)):
+            raise self._died()
 
     def stats(self) -> Stats:
         return self._stats
@@ -106,4 +106,5 @@ class IsolatedLoader(Loader):
         return self._rows_ahead
 
     def close(self) -> None:
+        super().close()
         self._end()

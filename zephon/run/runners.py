@@ -9,16 +9,17 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
-from zephon.errors import DataError
+from zephon.errors import DataError, UsageError
 from zephon.recipe import Recipe
-from zephon.run.child import HUNG, Child
-from zephon.run.watch import Watch
-from zephon.run.wire import send
+from zephon.run.child import HUNG, PATIENCE, Child
+from zephon.run.watch import CLOSED, Watch
+from zephon.run.wire import hang_up
 from zephon.worker import Handle, Runner
 
 T = TypeVar("T")
@@ -63,21 +64,30 @@ class ThreadRunner(Runner):
 
     def __init__(self, workers: int, watch: Watch) -> None:
         self.tasks = workers + 1
+        self._watch = watch
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         hung = set[threading.Thread]()
         work = self._tasks, watch, hung
         crew = [threading.Thread(target=_work, args=work, name=f"zephon-{i}", daemon=True) for i in range(workers)]
         for thread in crew:
             thread.start()
-        self._end = weakref.finalize(self, _send_home, self._tasks, crew, hung)
+        self._end = weakref.finalize(self, _send_home, self._tasks, crew, hung, watch)
 
     def submit(self, work: Callable[..., T], *args: Any) -> Handle[T]:
         future: Future[T] = Future()
         self._tasks.put((future, work, args))
+        if self._watch.closed:  # maybe after the threads have gone
+            _fail(future, UsageError(CLOSED))
         return future
 
     def close(self) -> None:
         self._end()
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    """Tell those who wait for a task, unless they have been told."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
 
 
 def _work(tasks: "queue.SimpleQueue[_Task | None]", watch: Watch, hung: set[threading.Thread]) -> None:
@@ -86,51 +96,60 @@ def _work(tasks: "queue.SimpleQueue[_Task | None]", watch: Watch, hung: set[thre
     while (task := tasks.get()) is not None:
         future, work, args = task
 
-        def fail(error: BaseException, future: Future[Any] = future) -> None:
-            with contextlib.suppress(InvalidStateError):  # it was given up, or cancelled
-                future.set_exception(error)
-
-        def give_up(error: DataError, fail: Callable[[BaseException], None] = fail) -> None:
+        def give_up(error: Exception, future: Future[Any] = future) -> None:
             hung.add(me)
-            fail(error)
+            _fail(future, error)
 
         try:
             result = watch.do(work, args, give_up)
-            with contextlib.suppress(InvalidStateError):
+            with contextlib.suppress(InvalidStateError):  # it was given up
                 future.set_result(result)
             del result
         except BaseException as error:
-            fail(error)
-        del task, future, args, fail, give_up  # what a thread has done must not stay while it waits
+            _fail(future, error)
+        del task, future, args, give_up  # what a thread has done must not stay while it waits
 
 
 def _send_home(
-    tasks: "queue.SimpleQueue[_Task | None]", crew: list[threading.Thread], hung: set[threading.Thread]
+    tasks: "queue.SimpleQueue[_Task | None]", crew: list[threading.Thread], hung: set[threading.Thread], watch: Watch
 ) -> None:
+    """Drop what waits and let the threads end; those that do not are left behind. Files close with their readers."""
     with contextlib.suppress(queue.Empty):
         while task := tasks.get_nowait():
-            task[0].cancel()
+            _fail(task[0], UsageError(CLOSED))
     for _ in crew:
         tasks.put(None)
-    for thread in crew:
-        if thread not in hung:
-            thread.join()
+    ends = time.monotonic() + PATIENCE
+    while (left := [one for one in crew if one.is_alive() and one not in hung]) and time.monotonic() < ends:
+        left[0].join(PATIENCE / 20)
+    if left:
+        what = "; ".join(watch.leave(thread.ident or 0) for thread in left)
+        logger.warning("Closing waits no longer than %g s, and leaves behind, with its thread: %s.", PATIENCE, what)
 
 
 class ProcessRunner(Runner):
     """Does the work in processes of its own; one that dies is replaced and its work done again."""
 
     def __init__(self, recipe: Recipe, watch: Watch) -> None:
-        self._crew = [_Hand(recipe, number, watch) for number in range(recipe.run.workers)]
+        self._crew: list[_Hand] = []
         self.tasks = 2 * recipe.run.workers
+        try:
+            for number in range(recipe.run.workers):
+                self._crew.append(_Hand(recipe, number, watch))
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, work: Callable[..., T], *args: Any) -> Handle[T]:
         hand = min(self._crew, key=lambda one: one.load)
         return hand.submit(work.__name__, args)
 
     def close(self) -> None:
+        ends = time.monotonic() + PATIENCE
         for hand in self._crew:
-            hand.close()
+            hand.hang_up()  # all of them first: they end side by side
+        for hand in self._crew:
+            hand.close(max(0.0, ends - time.monotonic()))
 
 
 class _Hand:
@@ -141,14 +160,10 @@ class _Hand:
         self._lock = threading.Lock()
         self._tasks: dict[int, tuple[str, tuple[Any, ...], Future[Any]]] = {}
         self._next = 0
-        self._closing = False
-        self._lost: Exception | None = None
-        self._child = self._start()
+        self._lost: Exception | None = None  # why nothing is done here any more
+        self._child = Child("worker", recipe, recipe.run.timeout / 2)
         self._reader = threading.Thread(target=self._read, name=f"zephon-reader-{number}", daemon=True)
         self._reader.start()
-
-    def _start(self) -> Child:
-        return Child("worker", self._recipe, self._recipe.run.timeout / 2)
 
     @property
     def load(self) -> int:
@@ -163,22 +178,31 @@ class _Hand:
                 return future
             number, self._next = self._next, self._next + 1
             self._tasks[number] = name, args, future
-            self._send(number, name, args)
+            try:
+                self._child.send((number, name, args))  # where it has died the reader notices, and sends it again
+            except DataError as error:
+                self._give_up(error)
         return future
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
         with self._lock:
-            self._closing = True
-        self._child.close()
-        self._reader.join()
-        for _, _, future in self._tasks.values():
-            future.cancel()
+            self._give_up(UsageError(CLOSED))
+        hang_up(self._child.link)
 
-    def _send(self, number: int, name: str, args: tuple[Any, ...]) -> None:
-        with contextlib.suppress(OSError):  # it has died: the reader notices, and sends the task again
-            send(self._child.link, (number, name, args))
+    def close(self, patience: float) -> None:
+        self._child.close(patience)
+        self._reader.join()
 
     def _read(self) -> None:
+        """Hand out answers; whatever ends that, nobody waits for ever."""
+        try:
+            self._hand_out()
+        except Exception as error:
+            self._child.kill()
+            with self._lock:
+                self._give_up(error)
+
+    def _hand_out(self) -> None:
         """Hand out answers; replace the process when it dies, or hangs."""
         deaths = hangs = 0
         while not self._lost:
@@ -186,36 +210,27 @@ class _Hand:
                 number, good, value = self._child.receive()
             except TimeoutError:
                 number, good, value = HUNG, False, None
-            except (EOFError, OSError):
+            except (EOFError, ConnectionError):
+                deaths += 1
                 code = self._child.close()
-                with self._lock:
-                    if self._closing:
-                        return
-                    deaths += 1
-                    logger.warning("Worker process %d died (exit code %d); replacing it.", self._number, code)
-                    self._replace(self._died(code) if deaths > DEATHS else None)
+                self._replace(f"died (exit code {code})", self._died(code) if deaths > DEATHS else None)
                 continue
             if number == HUNG:
+                hangs += 1
                 self._child.kill()  # without the lock: who sends to it may wait, holding that, for it to read
-                with self._lock:
-                    if self._closing:
-                        return
-                    hangs += 1
-                    error = value or self._silent()
-                    logger.warning("Worker process %d hangs; replacing it. %s", self._number, error)
-                    self._replace(error if hangs > HANGS else None)
+                # One that does not even say what it hangs over does so over the oldest open task.
+                error = value or self._watch.error(f"{self._oldest()}, in a process that gives no sign of life")
+                self._replace(f"hangs ({error})", error if hangs > HANGS else None)
                 continue
             with self._lock:
+                if self._lost:
+                    return
                 future = self._tasks.pop(number)[2]
             deaths = hangs = 0
             if good:
                 future.set_result(value)
             else:
                 future.set_exception(value)
-
-    def _silent(self) -> Exception:
-        """It does not even say what it hangs over: the oldest open task, then."""
-        return self._watch.error(f"{self._oldest()}, in a process that gives no sign of life")
 
     def _died(self, code: int) -> Exception:
         return DataError(
@@ -226,20 +241,28 @@ class _Hand:
 
     def _oldest(self) -> str:
         """What it works on: the oldest open task."""
-        name, args, _ = next(iter(self._tasks.values()), ("nothing", (), None))
+        with self._lock:
+            name, args, _ = next(iter(self._tasks.values()), ("nothing", (), None))
         return self._watch.describe(name, args)
 
-    def _replace(self, error: Exception | None) -> None:
+    def _replace(self, what: str, error: Exception | None) -> None:
         """Have the open tasks done again by a new process, or give them up with an error."""
-        if error:
-            self._lost = error
-            for _, _, future in self._tasks.values():
-                future.set_exception(error)
-            self._tasks.clear()
-            return
-        self._child = self._start()
-        for again, (name, args, _) in self._tasks.items():
-            self._send(again, name, args)
+        with self._lock:
+            if self._lost:
+                return
+            logger.warning("Worker process %d %s; replacing it.", self._number, what)
+            if error:
+                raise error
+            self._child = Child("worker", self._recipe, self._recipe.run.timeout / 2)
+            for again, (name, args, _) in self._tasks.items():
+                self._child.send((again, name, args))
+
+    def _give_up(self, error: Exception) -> None:
+        """Do nothing more: the open tasks fail, and all to come."""
+        self._lost = self._lost or error
+        for _, _, future in self._tasks.values():
+            future.set_exception(self._lost)
+        self._tasks.clear()
 
 
 def make_runner(recipe: Recipe, watch: Watch) -> Runner:

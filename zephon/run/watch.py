@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
-from zephon.errors import DataError
+from zephon.errors import DataError, UsageError
 
 T = TypeVar("T")
 
@@ -28,6 +28,8 @@ message that names no data. Tasks take some 10 ms, and 21 s more where reads tha
 
 LOOKS = 20
 """How often the watchdog looks during a timeout."""
+
+CLOSED = "The stream is closed; open it again and load the last state."
 
 SIGNAL = signal.SIGURG
 """Interrupts a task of the main thread. Ignored by default, so it hurts nobody where it comes late; Go's runtime does
@@ -51,22 +53,27 @@ class Watch:
         """Says what a task is, by the name of its work and its arguments."""
         self.told: Callable[[DataError], None] | None = None
         """In a process that another one watches: is told what has to be given up."""
+        self.closed = False  # set where the stream is closed: nobody does its work any more
         self._notes: dict[int, _Note] = {}
         self._lock = threading.Lock()
         if threading.current_thread() is threading.main_thread() and signal.getsignal(SIGNAL) is signal.SIG_DFL:
             signal.signal(SIGNAL, _interrupt)
 
-    def do(self, work: Callable[..., T], args: tuple[Any, ...], fail: Callable[[DataError], None] | None = None) -> T:
+    def check_open(self) -> None:
+        """Raise a `UsageError` where the stream has been closed."""
+        if self.closed:
+            raise UsageError(CLOSED)
+
+    def do(self, work: Callable[..., T], args: tuple[Any, ...], fail: Callable[[Exception], None] | None = None) -> T:
         """Do a task in this thread, watched; `fail` tells those who wait for it elsewhere.
 
         Raises:
             DataError: it took too long; raised at once where the thread can be interrupted.
         """
-        if not self.timeout:
-            return work(*args)
         note, me = _Note(work.__name__, args, fail), threading.get_ident()
         self._notes[me] = note
-        _look_after(self)
+        if self.timeout:
+            _look_after(self)
         result: T | None = None
         try:
             try:
@@ -100,6 +107,14 @@ class Watch:
                 elif age >= self.timeout / 3 and not note.warned:
                     note.warned = True
                     logger.warning("%s: %.0f s so far, of %g.", self._what(thread, note), age, self.timeout)
+
+    def leave(self, thread: int) -> str:
+        """Leave the task of a thread behind, since the stream is closed: who waits for it is told. Says what it is."""
+        with self._lock:
+            note = self._notes.get(thread)
+            if note and note.fail:
+                note.fail(UsageError(CLOSED))
+            return self._what(thread, note) if note else "nothing"
 
     def forgive(self, seconds: float) -> None:
         """Seconds that do not count for the tasks of now."""
@@ -139,7 +154,7 @@ class Watch:
 class _Note:
     """A task that is being worked on."""
 
-    def __init__(self, work: str, args: tuple[Any, ...], fail: Callable[[DataError], None] | None) -> None:
+    def __init__(self, work: str, args: tuple[Any, ...], fail: Callable[[Exception], None] | None) -> None:
         self.work, self.args, self.fail = work, args, fail
         self.since = time.monotonic()
         self.working, self.warned, self.told = True, False, False

@@ -6,6 +6,7 @@ process ends: nothing is ever left behind.
 """
 
 import contextlib
+import errno
 import mmap
 import os
 import pickle
@@ -66,6 +67,7 @@ def receive(link: socket.socket) -> Any:
 
     Raises:
         EOFError: the other side has gone.
+        OSError: this process lacks what the message takes, a free file descriptor say; the link is of no more use.
     """
     head, files = b"", list[int]()
     try:
@@ -76,6 +78,8 @@ def receive(link: socket.socket) -> Any:
                 raise EOFError("the other process has gone")
             head += part
         length, total = _HEAD.unpack(head)
+        if total and not files:  # the kernel drops a descriptor for which there is no place
+            raise OSError(errno.EMFILE, "Too many open files: no descriptor was free for the arrays of a message")
         memory = memoryview(mmap.mmap(files[0], total)) if total else memoryview(b"")
     finally:
         for file in files:
