@@ -224,7 +224,7 @@ class Trainer(TitanTrainer):
         local = config.parallelism.pipeline_parallel_microbatch_size if dims.pp_enabled else training.local_batch_size
         _, world = _data_rank(dims)
         size = training.global_batch_size
-        parts = size if recipe.finite else recipe.lanes
+        parts = None if recipe.finite else recipe.lanes
         for batch in (training.local_batch_size, local):
             check_topology(lanes=parts, global_batch=size, world=world, local_batch=batch)
         return dims
