@@ -295,6 +295,8 @@ class Trainer(TitanTrainer):
                 "the checkpoint holds no state of this loader. Load the model alone (checkpoint.initial_load_path) to "
                 "start the data anew on purpose."
             )
+        if self._ledger:
+            self._ledger.writer.begin(self.dataloader.loader.state_dict()[HEADER])
         return super().batch_generator(data_iterable)
 
     def train_step(self, data_iterator: Iterator[TitanBatch]) -> None:
@@ -320,7 +322,7 @@ class _Ledger:
     def __init__(self, dataloader: DataLoader, file: Path) -> None:
         self._worker, self._lanes = dataloader.stream.worker, dataloader.loader.lanes
         self._records: list[Record] = []
-        self._writer = LedgerWriter(file)
+        self.writer = LedgerWriter(file)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zephon-ledger")
         self._writing: Future[None] | None = None
 
@@ -345,12 +347,12 @@ class _Ledger:
     def close(self) -> None:
         self.flush()
         self._thread.shutdown()
-        self._writer.close()
+        self.writer.close()
 
     def _hash(self, step: int, records: list[Record]) -> None:
         share = len(records) // len(self._lanes)
         parts = [records[i * share : (i + 1) * share] for i in range(len(self._lanes))]
-        self._writer.write(step, {lane: lane_digest(part) for lane, part in zip(self._lanes, parts, strict=True)})
+        self.writer.write(step, {lane: lane_digest(part) for lane, part in zip(self._lanes, parts, strict=True)})
 
 
 def read_header(checkpoint: str) -> bytes:
