@@ -242,3 +242,22 @@ def test_skip_lists_count_a_row_once(tmp_path: Path) -> None:
     with (tmp_path / "skipped" / "rank_1.jsonl").open("a") as file:
         file.write('{"source": "half')  # a run that was killed
     assert read_skips(tmp_path / "skipped") == [one, two]
+
+
+@pytest.mark.parametrize("torn", [b'{"sou', b'{"source": "half', b'{"source": "a", "place": "' + b"x" * 200_000])
+def test_a_torn_line_of_a_skip_list_is_cut_off(tmp_path: Path, torn: bytes) -> None:
+    """A kill or a full disk tore it; the run goes on with the same list, which then was none for good."""
+    one, two = Skip("a", "x.jsonl, row 3, byte 9", "bad", 5, 0), Skip("a", "x.jsonl, row 4, byte 20", "bad", 6, 1)
+    path = tmp_path / "skipped.jsonl"
+    for before in ([one], []):
+        path.write_bytes(b"".join(json.dumps(row._asdict()).encode() + b"\n" for row in before) + torn)
+        writer = SkipWriter(path)
+        writer.write([two])
+        writer.close()
+        assert read_skips(path) == [*before, two]
+
+
+def test_a_run_without_bad_rows_leaves_an_empty_skip_list(tmp_path: Path) -> None:
+    for _ in range(2):
+        SkipWriter(tmp_path / "skipped" / "rank_0.jsonl").close()
+    assert read_skips(tmp_path / "skipped") == []

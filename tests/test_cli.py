@@ -3,16 +3,23 @@
 import hashlib
 import json
 import os
+import resource
+import signal
 import struct
 import subprocess
 import sys
+import time
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pytest
 from small import write_recipe
 
+from zephon import Stream
 from zephon.command.cli import main
+from zephon.command.rehearse import rehearse
+from zephon.ledger import read_ledger
 
 
 def zephon(*args: object) -> subprocess.CompletedProcess[str]:
@@ -249,26 +256,22 @@ def test_run_reports_what_it_cost(recipe: Path) -> None:
     assert report["peak_pss_mb"] > 10  # type: ignore[operator]
 
 
-def test_run_until_interrupted_still_reports(recipe: Path) -> None:
-    import signal
-    import time
-
-    command = [
-        sys.executable,
-        "-m",
-        "zephon",
-        "run",
-        str(recipe),
-        "--json",
-        "--ledger",
-        str(recipe.parent / "l.jsonl"),
-    ]
+@pytest.mark.parametrize("steps", [[], ["--steps", "100000000"]])
+def test_run_until_interrupted_still_reports_and_saves(recipe: Path, steps: list[str]) -> None:
+    ledger, saved = recipe.parent / "l.jsonl", recipe.parent / "saved"
+    command = [sys.executable, "-m", "zephon", "run", str(recipe), "--json", "--ledger", str(ledger)]
 
     def listen() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # under nohup it is ignored, and children inherit that
 
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen)
-    ledger, deadline = recipe.parent / "l.jsonl", time.monotonic() + 60
+    process = subprocess.Popen(
+        [*command, "--save", str(saved), *steps],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=listen,
+    )
+    deadline = time.monotonic() + 60
     try:
         while not ledger.exists() or not ledger.stat().st_size:
             assert time.monotonic() < deadline
@@ -279,7 +282,222 @@ def test_run_until_interrupted_still_reports(recipe: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 0
-    assert lines(out)[0]["steps"] > 0  # type: ignore[operator]
+    taken = lines(out)[0]["steps"]
+    assert taken == max(read_ledger(ledger)) > 0
+    assert [path.name for path in saved.iterdir()] == [f"step-{taken}"]
+
+
+def test_ctrl_c_waits_until_a_step_is_noted(recipe: Path) -> None:
+    noted: list[int] = []
+    with Stream.open(recipe) as stream:
+        loader = stream.loader()
+
+        def after(_: object) -> None:
+            if loader.step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            noted.append(loader.step)
+
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            assert rehearse(stream, loader, None, after).steps == 3
+        finally:
+            signal.signal(signal.SIGINT, handler)
+    assert noted == [1, 2, 3]
+
+
+def finite(folder: Path, size: int = 8) -> Path:
+    path = write_recipe(folder, size=size, tail='[mix]\non_end = "renormalise"')
+    path.write_text(path.read_text().replace("lanes = 4\n", ""))
+    return path
+
+
+def test_the_last_step_of_finite_data_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, saved = finite(tmp_path), [tmp_path / name for name in ("one", "two", "three")]
+    code, out = run(capsys, "digest", recipe, "--save", saved[0])
+    last = len(lines(out))
+    assert code == 0
+    assert run(capsys, "digest", recipe, "--steps", 10**6, "--dp", 2, "--save", saved[1]) == (0, out)
+    assert run(capsys, "run", recipe, "--steps", 10**6, "--save", saved[2])[0] == 0
+    for folder in saved:
+        assert [path.name for path in folder.iterdir()] == [f"step-{last}"]
+    assert run(capsys, "digest", recipe, "--resume", saved[0]) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["digest", "run"])
+def test_a_state_that_could_not_be_saved_is_an_error(tmp_path: Path, command: str) -> None:
+    recipe, saved = finite(tmp_path), tmp_path / "saved"
+    done = zephon(command, recipe, "--save", saved, "--save-at", 10**5)
+    assert done.returncode == 1
+    assert "--save-at 100000 was not reached" in done.stderr
+    assert done.stdout  # all the same, what there was
+    assert not list(saved.iterdir())
+    zephon("digest", recipe, "--save", saved)
+    done = zephon(command, recipe, "--resume", saved, "--save", tmp_path / "again")
+    assert done.returncode == 1
+    assert "there is no state of it to save" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "RECIPE", "/proc"])
+def test_where_no_state_can_be_saved_nothing_is_run(recipe: Path, place: str) -> None:
+    place = place.replace("RECIPE", str(recipe))
+    done = zephon("digest", recipe, "--steps", 2, "--save", place)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--save {place} is no folder that can be written to" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["digest", "--save", "state"], "state/step-3/header"),
+        (["run", "--ledger", "ledger.jsonl"], "ledger.jsonl"),
+        (["run", "--skipped", "skipped.jsonl"], "skipped.jsonl"),
+        (["export", "--out", "out"], "out/step-000001.npz"),
+    ],
+)
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, args: list[str], named: str) -> None:
+    recipe = skipping(tmp_path, rows=40)
+    zephon("check", recipe)  # has the index made
+
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+
+    command = [sys.executable, "-m", "zephon", args[0], str(recipe), "--steps", "3", *args[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, preexec_fn=full)
+    assert done.returncode == 1, done.stderr
+    assert f"File too large: '{named}'" in done.stderr.replace("\n", "")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_under_standard_output(recipe: Path) -> None:
+    command = [sys.executable, "-m", "zephon", "digest", str(recipe), "--steps", "1"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert "No space left on device: 'standard output'" in done.stderr
+
+
+def skipping(folder: Path, rows: int = 3) -> Path:
+    """A recipe that skips `rows` bad rows, among the first."""
+    path = write_recipe(folder, size=4)
+    path.write_text(path.read_text().replace("weight = 0.7", 'weight = 0.7\non_error = "skip"\nmax_bad = 1000', 1))
+    (folder / "a" / "zero.jsonl").write_text("".join(f"{{bad {row}\n" for row in range(rows)))
+    return path
+
+
+@pytest.mark.parametrize("command", [["run"], ["digest"], ["export", "--out", "OUT"]])
+def test_bad_rows_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    recipe, listed = skipping(tmp_path), tmp_path / "list" / "skipped.jsonl"
+    args = [str(tmp_path / "out") if arg == "OUT" else arg for arg in command[1:]]
+    assert run(capsys, command[0], recipe, *args, "--steps", 120, "--skipped", listed)[0] == 0
+    found = lines(run(capsys, "skipped", listed, "--json")[1])
+    places = sorted(str(row["place"]).split("/")[-1].rsplit(",", 1)[0] for row in found)
+    assert places == [f"zero.jsonl, row {row}" for row in range(3)]
+
+
+@pytest.mark.parametrize("option", ["--skipped", "--ledger"])
+@pytest.mark.parametrize("what", ["corpus", "RECIPE", "tok", "log", "one"])
+def test_what_exists_and_is_no_list_of_ours_is_left_alone(tmp_path: Path, option: str, what: str) -> None:
+    recipe, precious = skipping(tmp_path), tmp_path / what
+    if what == "RECIPE":
+        precious = recipe
+    elif what == "tok":
+        precious.mkdir()
+    else:  # the same first key does not make it one
+        first = {"source": "web"} if option == "--skipped" else {"step": 1}
+        rows = [json.dumps({**first, "text": "x"}), json.dumps({**first, "loss": 2.5})]
+        precious.write_text({"corpus": "\n".join(rows) + "\n", "log": rows[1] + "\n", "one": rows[0]}[what])
+    before = precious.read_bytes() if precious.is_file() else b""
+    done = zephon("run", recipe, "--steps", 12, option, precious)
+    assert done.returncode == 2, done.stderr
+    assert str(precious) in done.stderr.replace("\n", "")
+    assert precious.is_dir() or precious.read_bytes() == before
+
+
+def test_other_history_supersedes_what_a_ledger_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Back to an older state with other weights, on other ranks, and back again to the old ones: no step disagrees."""
+    old = write_recipe(tmp_path)
+    new = old.with_name("new.toml")
+    new.write_text(old.read_text().replace("0.7", "0.2"))
+    saved, ledger = tmp_path / "saved", tmp_path / "ledger"
+
+    def ranks(recipe: Path, dp: int, last: int, *more: object) -> None:
+        for rank in range(dp):
+            file = ledger / f"{rank}_of_{dp}.jsonl"
+            options = ["--dp", dp, "--rank", rank, "--steps", last, "--ledger", file, "--json", *more]
+            assert run(capsys, "run", recipe, *options)[0] == 0
+
+    def expect(recipe: Path, *more: object) -> None:
+        whole = tmp_path / "whole.jsonl"
+        first = run(capsys, "digest", old, "--steps", 4, "--lanes")[1]
+        whole.write_text(first + run(capsys, "digest", recipe, "--steps", 8, "--lanes", "--resume", saved, *more)[1])
+        assert run(capsys, "verify", ledger, whole) == (
+            0,
+            "8 steps compared, all equal (0 steps are in one of them only).\n",
+        )
+
+    ranks(old, 1, 6, "--save", saved, "--save-at", 4)
+    ranks(old, 1, 8, "--resume", saved)
+    expect(old)
+    for dp in (1, 2, 2):  # the last time as it was: both must agree
+        ranks(new, dp, 8, "--resume", saved, "--allow", "weights")
+        expect(new, "--allow", "weights")
+    ranks(old, 4, 8, "--resume", saved)
+    expect(old)
+    newer = new.with_name("newer.toml")  # in the same place, without what had been allowed: other data, unexplained
+    newer.write_text(old.read_text().replace("seed = 7", "seed = 8"))
+    ranks(newer, 4, 2)
+    code, _ = run(capsys, "verify", ledger, ledger)
+    assert code == 2
+
+
+def test_an_export_does_not_mix_with_another(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = recipe.parent / "out"
+    assert run(capsys, "export", recipe, "--steps", 3, "--out", out)[0] == 0
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    done = zephon("export", recipe, "--steps", 1, "--out", out)
+    assert done.returncode == 2
+    assert "holds step-*.npz files already" in done.stderr
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"zephon {version('zephon-lanes')}\n")
+
+
+def test_a_run_without_a_step_claims_no_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = finite(tmp_path, size=4096)  # more than there is
+    code, out = run(capsys, "run", recipe, "--json")
+    (report,) = lines(out)
+    assert code == 0
+    assert (report["steps"], report["tokens_per_s"]) == (0, 0)
+    assert report["cpu_s_per_mtoken"] is report["first_batch_s"] is None
+    assert "start-up" in run(capsys, "run", recipe)[1]
+
+
+def test_ranks_share_sequences_of_a_finite_stream(tmp_path: Path) -> None:
+    recipe = finite(tmp_path)
+    for command in (["check"], ["digest"], ["run", "--rank", "0"]):
+        done = zephon(command[0], recipe, "--dp", 3, *command[1:])
+        assert done.returncode == 2
+        assert "3 data-parallel ranks cannot share the 8 sequences of a global batch" in " ".join(done.stderr.split())
+
+
+def test_files_of_two_saves_are_no_state(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A save over another of that step, after an allowed difference, was killed half-way."""
+    saved, other = recipe.parent / "saved", recipe.parent / "other"
+    _, whole = run(capsys, "digest", recipe, "--steps", 4, "--save", saved, "--save-at", 2)
+    run(capsys, "digest", recipe, "--steps", 3, "--save", saved)
+    run(capsys, "digest", recipe, "--steps", 4, "--save", saved)
+    new = recipe.with_name("new.toml")
+    new.write_text(recipe.read_text().replace("0.7", "0.2"))
+    run(capsys, "digest", new, "--steps", 4, "--resume", saved, "--allow", "weights")
+    (saved / "step-4").rename(recipe.parent / "step-4")
+    run(capsys, "digest", new, "--steps", 4, "--resume", saved, "--allow", "weights", "--save", other)
+    (recipe.parent / "step-4").rename(saved / "step-4")
+    for name in ("header", "lane_00000", "lane_00001"):  # in the order in which a save writes
+        (saved / "step-4" / name).write_bytes((other / "step-4" / name).read_bytes())
+        done = zephon("digest", recipe, "--steps", 4, "--resume", saved)
+        assert lines(done.stdout) == lines(whole)[3:]
+        assert "mixes those of two saves" in " ".join(done.stderr.split())
 
 
 def test_a_recipe_without_batch_and_tokenizer_takes_them_from_the_command_line(

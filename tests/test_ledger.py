@@ -1,5 +1,6 @@
 """Ledgers survive kills and resumes, and comparing them finds the first difference."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,45 @@ def test_a_step_may_be_written_twice_if_both_agree(tmp_path: Path) -> None:
     assert sorted(read_ledger(path)) == [1]
     write(path, {1: {0: TWO}})
     with pytest.raises(UsageError, match="two digests for lane 00000 of step 1"):
+        read_ledger(path)
+
+
+def history(*changes: tuple[int, str]) -> bytes:
+    """A header after these changes."""
+    return json.dumps({"history": [{"step": step, "allowed": [what]} for step, what in changes]}).encode()
+
+
+def go_on(path: Path, header: bytes, steps: dict[int, bytes]) -> None:
+    writer = LedgerWriter(path)
+    writer.begin(header)
+    for step, digest in steps.items():
+        writer.write(step, {0: digest})
+    writer.close()
+
+
+def test_the_latest_start_counts_where_histories_part(tmp_path: Path) -> None:
+    """On the same ranks or on others, whose files lie beside; only what was allowed explains other digests."""
+    one, other = tmp_path / "l" / "one.jsonl", tmp_path / "l" / "other.jsonl"
+    go_on(one, history(), dict.fromkeys(range(1, 9), ONE))
+    go_on(one, history((4, "weights")), dict.fromkeys((5, 6), TWO))
+    expected = {step: {"00000": (TWO if step > 4 else ONE).hex()} for step in range(1, 7)}
+    assert read_ledger(one) == read_ledger(one.parent) == expected
+    go_on(other, history((4, "weights")), dict.fromkeys((5, 6, 7), TWO))
+    assert read_ledger(one.parent) == expected | {7: {"00000": TWO.hex()}}
+    go_on(other, history((6, "weights")), {7: TWO})  # from a state of the first history
+    assert read_ledger(one.parent) == {step: {"00000": (TWO if step > 6 else ONE).hex()} for step in range(1, 8)}
+    go_on(one, history(), dict.fromkeys((7, 8), ONE))
+    assert read_ledger(one.parent) == {step: {"00000": ONE.hex()} for step in range(1, 9)}
+    go_on(other, history((4, "weights")), {6: ONE})
+    with pytest.raises(UsageError, match="two digests for lane 00000 of step 6"):
+        read_ledger(one.parent)
+
+
+@pytest.mark.parametrize("run", ["x", {"started": 1}, {"started": "x", "history": []}, {"started": 1, "history": [1]}])
+def test_a_damaged_start_is_refused_by_line(tmp_path: Path, run: object) -> None:
+    path = tmp_path / "l.jsonl"
+    path.write_text(json.dumps({"step": 1, "lanes": {}, "run": run}) + "\n")
+    with pytest.raises(UsageError, match=r"l\.jsonl, line 1 is no line of a ledger"):
         read_ledger(path)
 
 

@@ -70,6 +70,12 @@ def test_topologies_that_cannot_hold(stream: Stream, world: int, local: int | No
         stream.loader(0, world, local)
 
 
+def test_ranks_share_the_sequences_of_a_finite_stream() -> None:
+    with pytest.raises(TopologyError, match=r"cannot share the 8 sequences of a global batch.*work are \[1, 2, 4, 8\]"):
+        check_topology(lanes=None, global_batch=8, world=3, local_batch=None)
+    assert check_topology(lanes=None, global_batch=8, world=4, local_batch=None) == 2
+
+
 def test_a_rank_beyond_the_world(stream: Stream) -> None:
     with pytest.raises(TopologyError, match="rank must be from 0 to 1, it is 2"):
         stream.loader(2, 2)

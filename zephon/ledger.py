@@ -2,22 +2,25 @@
 
 A line is `{"step": t, "lanes": {"00000": "<sha256>", ...}}`, with the `"sha256"` of the step where all lanes are known.
 A run of many ranks writes one file a rank into a folder; each holds the lanes of its rank. A run that was killed and
-resumed appends to its files: a step may stand there twice, and both must agree.
+resumed appends to its files: a step may stand there twice, and both must agree. The first line of every start holds
+`"run"`: when it was, in Unix seconds, and the history of the state (what was allowed, `restore.py`). Where histories
+part, steps were taken again with other data on purpose: those of the latest start count, the others are passed over.
 """
 
 import json
-import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from zephon.digest import step_digest
 from zephon.errors import UsageError
+from zephon.restore import HISTORY
+from zephon.run.lines import LineWriter, read_lines
 
 Steps = dict[int, dict[str, str]]
-
-_START = b'{"step": '  # every line of a ledger
 
 
 class LedgerWriter:
@@ -31,22 +34,19 @@ class LedgerWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] = path.open("a+b")
-        end = self._file.seek(0, os.SEEK_END)
-        self._file.seek(0)
-        if not _START.startswith(self._file.read(len(_START))):
-            self._file.close()
-            raise UsageError(f"{path} is there and is no ledger; it is left as it is. Choose another file.")
-        self._file.truncate(end - _torn(self._file, end))
+        self._lines, self._run = LineWriter(path, "ledger", b'{"step": ', _parse), dict[str, Any]()
+
+    def begin(self, header: bytes) -> None:
+        """Say from which state a run goes on, or starts, by its header; `write` notes it with the next step."""
+        self._run = {"run": {"started": time.time(), "history": json.loads(header).get(HISTORY, [])}}
 
     def write(self, step: int, lanes: Mapping[int, bytes], *, whole: bool = False) -> None:
         """Add a step; `whole` says that `lanes` are all there are. On disk, as far as this process goes, on return."""
-        self._file.write((json.dumps(ledger_line(step, lanes, whole=whole)) + "\n").encode())
-        self._file.flush()
+        self._lines.write([{**ledger_line(step, lanes, whole=whole), **self._run}])
+        self._run = {}
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 def ledger_line(step: int, lanes: Mapping[int, bytes], *, whole: bool) -> dict[str, Any]:
@@ -64,17 +64,22 @@ def read_ledger(path: Path) -> Steps:
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise UsageError(f"{path} is neither a ledger file nor a folder with *.jsonl ledgers.")
-    steps: Steps = {}
+    found: dict[tuple[int, str], dict[str, str]] = {}
+    started, last = 0.0, _Past()
     for file in files:
-        for step, lanes in _lines(file):
-            known = steps.setdefault(step, {})
+        past = _Past()
+        for step, lanes, run in read_lines(file, _parse):
+            if run:
+                past = run[1]
+                started, last = max((started, last), run, key=itemgetter(0))
+            known = found.setdefault((step, past.before(step)), {})
             for lane, digest in lanes.items():
                 if known.setdefault(lane, digest) != digest:
                     raise UsageError(
                         f"{path} holds two digests for lane {lane} of step {step}: {known[lane]} and {digest}. Two "
                         "runs wrote to it, or a resume gave other data."
                     )
-    return steps
+    return {step: lanes for (step, past), lanes in found.items() if past == last.before(step)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,32 +118,27 @@ def compare_ledgers(a: Steps, b: Steps) -> Comparison:
     return Comparison(len(both), None, [], only, False, incomplete)
 
 
-def _lines(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    raw = file.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]  # a killed run may leave half a line
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            value = json.loads(line)
-            step, lanes = int(value["step"]), {f"{int(lane):05d}": str(one) for lane, one in value["lanes"].items()}
-            digest = step_digest({int(lane): bytes.fromhex(one) for lane, one in lanes.items()})
-        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise UsageError(
-                f"{file}, line {number} is no line of a ledger with lanes. Ledgers come from training ranks, from "
-                "zephon run --ledger, or from zephon digest --lanes."
-            ) from error
-        if value.get("sha256", digest) != digest:
-            raise UsageError(f"{file}, line {number}: the sha256 of the step is not that of its lanes. It was changed.")
-        yield step, lanes
+class _Past(tuple[tuple[int, str], ...]):
+    """What a run had allowed, and after which step."""
+
+    def before(self, step: int) -> str:
+        return "".join(change for after, change in self if after < step)
 
 
-def _torn(file: IO[bytes], end: int) -> int:
-    """Bytes behind the last line end."""
-    tail = 0
-    while tail < end:
-        size = min(65536, end - tail)
-        file.seek(end - tail - size)
-        at = file.read(size).rfind(b"\n")
-        if at >= 0:
-            return tail + size - at - 1
-        tail += size
-    return tail
+def _parse(line: bytes) -> tuple[int, dict[str, str], tuple[float, _Past] | None]:
+    """Step, lanes, and what run goes on with this line."""
+    try:
+        value = json.loads(line)
+        step, lanes = int(value["step"]), {f"{int(lane):05d}": str(one) for lane, one in value["lanes"].items()}
+        digest = step_digest({int(lane): bytes.fromhex(one) for lane, one in lanes.items()})
+        run = value.get("run")
+        past = run and _Past((int(one["step"]), json.dumps(one, sort_keys=True)) for one in run["history"])
+        begun = run and (float(run["started"]), past)
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise UsageError(
+            "is no line of a ledger with lanes. Ledgers come from training ranks, from zephon run --ledger, or from "
+            "zephon digest --lanes."
+        ) from error
+    if value.get("sha256", digest) != digest:
+        raise UsageError("holds a sha256 of the step that is not that of its lanes. It was changed.")
+    return step, lanes, begun

@@ -94,8 +94,8 @@ class Loader:
                 f"An island cannot have the lanes {list(lanes)}: it needs at least one of 0 to {stream.parts - 1}, of "
                 "a stream that repeats its sources."
             )
-        parts, size = len(island), len(island) * self._share
-        self._local = check_topology(lanes=parts, global_batch=size, world=world, local_batch=local_batch_size)
+        parts, size, shared = len(island), len(island) * self._share, None if self._finite else len(island)
+        self._local = check_topology(lanes=shared, global_batch=size, world=world, local_batch=local_batch_size)
         if not 0 <= rank < world:
             raise TopologyError(f"rank must be from 0 to {world - 1}, it is {rank}.")
         self._stream, self._pad_last, self._wide = stream, pad_last, wide

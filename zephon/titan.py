@@ -35,6 +35,7 @@ from zephon.run.hashing import Ledger
 from zephon.run.peers import check_peers
 from zephon.run.skips import SkipWriter
 from zephon.run.stop import StopSignals
+from zephon.state import HEADER
 from zephon.stream import Stream
 from zephon.topology import check_topology
 
@@ -267,7 +268,7 @@ class Trainer(TitanTrainer):
         local = config.parallelism.pipeline_parallel_microbatch_size if dims.pp_enabled else training.local_batch_size
         _, world = _data_rank(dims)
         size = training.global_batch_size
-        parts = size if recipe.finite else recipe.lanes
+        parts = None if recipe.finite else recipe.lanes
         for batch in (training.local_batch_size, local):
             check_topology(lanes=parts, global_batch=size, world=world, local_batch=batch)
         return dims
@@ -354,6 +355,8 @@ class Trainer(TitanTrainer):
                 "start the data anew on purpose."
             )
         self._loaded = self.step
+        if self._ledger:
+            self._ledger.begin(self.dataloader.loader.state_dict()[HEADER])
         return super().batch_generator(data_iterable)
 
     def train_step(self, data_iterator: Iterator[TitanBatch]) -> None:

@@ -9,8 +9,8 @@ def owned_lanes(rank: int, world: int, lanes: int) -> list[int]:
     return [lane for lane in range(lanes) if lane * world // lanes == rank]
 
 
-def check_topology(*, lanes: int, global_batch: int, world: int, local_batch: int | None) -> int:
-    """Check that ranks and batches fit, and settle the local batch size.
+def check_topology(*, lanes: int | None, global_batch: int, world: int, local_batch: int | None) -> int:
+    """Check that ranks and batches fit, and settle the local batch size; a finite stream has no `lanes`.
 
     Returns:
         Sequences of a micro-batch: `local_batch`, or a rank's whole share where it is None.
@@ -18,11 +18,12 @@ def check_topology(*, lanes: int, global_batch: int, world: int, local_batch: in
     Raises:
         TopologyError: says the nearest values that work.
     """
-    if world < 1 or lanes % world:
-        works = divisors(lanes)
+    if world < 1 or (lanes or global_batch) % world:
+        works = divisors(lanes or global_batch)
+        what = f"{lanes} lanes" if lanes else f"the {global_batch} sequences of a global batch"
         raise TopologyError(
-            f"{world} data-parallel ranks cannot share {lanes} lanes evenly, so ranks would get batches of different "
-            f"sizes. The numbers of ranks that work are {works}; the nearest to {world}: {_near(world, works)}."
+            f"{world} data-parallel ranks cannot share {what} evenly, so ranks would get batches of different sizes. "
+            f"The numbers of ranks that work are {works}; the nearest to {world}: {_near(world, works)}."
         )
     share = global_batch // world
     if local_batch is None:

@@ -1,5 +1,6 @@
 """The command line. Exit codes: 0 good; 1 a comparison differed or a run failed; 2 bad usage, recipe or topology."""
 
+import contextlib
 import io
 import json
 import logging
@@ -21,16 +22,16 @@ from rich.table import Table
 from zephon.command.explain import explain as plan_of
 from zephon.command.explain import show
 from zephon.command.named import named_code
-from zephon.command.options import Given, Saving, err
-from zephon.command.rehearse import Report, rehearse
-from zephon.command.saved import write_state
+from zephon.command.options import Given, Saving, check_ranks, check_steps, err, skip_list
+from zephon.command.rehearse import rehearse, show_report
 from zephon.digest import lane_digest
 from zephon.errors import UsageError, ZephonError
 from zephon.ledger import LedgerWriter, compare_ledgers, ledger_line, read_ledger
 from zephon.recipe import Recipe, divisors
-from zephon.run.skips import SkipWriter, read_skips
+from zephon.run.lines import naming
+from zephon.run.skips import read_skips
+from zephon.state import HEADER
 from zephon.stream import Stream
-from zephon.topology import check_topology
 
 RecipePath = Annotated[Path, tyro.conf.Positional]
 
@@ -61,7 +62,7 @@ def check(
     with given.open(recipe) as stream:
         lanes, size = stream.parts, stream.batch.global_batch_size
         if dp is not None:
-            check_topology(lanes=lanes, global_batch=size, world=dp, local_batch=None)
+            check_ranks(stream, dp)
         weights = [spec.weight for spec in stream.recipe.sources]
         rows: list[dict[str, Any]] = []
         for source, weight, known in zip(stream.sources, weights, stream.lane_sources, strict=True):
@@ -172,41 +173,26 @@ def run(
     """
     with given.open(recipe) as stream:
         loader = stream.loader(rank, dp)
-        saving.begin([loader], steps)
-        writer, skips = LedgerWriter(ledger) if ledger else None, SkipWriter(skipped)
+        begun = saving.begin([loader], steps)
+        writer = LedgerWriter(ledger) if ledger else None
+        if writer:
+            writer.begin(loader.state_dict()[HEADER])
+        with skip_list(skipped, [loader]) as note_skips:
 
-        def after(records: dict[int, Any]) -> None:
-            if writer:
-                writer.write(loader.step, {lane: lane_digest(mine) for lane, mine in records.items()})
-            skips.write(loader.take_skipped())
-            saving.after([loader], steps)
+            def after(records: dict[int, Any]) -> None:
+                if writer:
+                    writer.write(loader.step, {lane: lane_digest(mine) for lane, mine in records.items()})
+                note_skips()
+                saving.after([loader])
 
-        try:
             report = rehearse(stream, loader, steps, after)
-        finally:  # too many bad rows are an error, which says that this list names them
-            skips.write(loader.take_skipped())
-        if saving.save and saving.save_at is None and steps is None and loader.between_steps:
-            write_state([loader], saving.save)  # stopped by Ctrl-C: the last step is the one it came to
         if writer:
             writer.close()
-    _print_json(asdict(report)) if json else _show_report(report)
+        try:
+            saving.end([loader], begun)
+        finally:
+            _print_json(asdict(report)) if json else show_report(report)
     return 0
-
-
-def _show_report(report: Report) -> None:
-    table = Table(show_header=False, title=f"{report.steps} steps, {report.tokens:,} tokens")
-    table.add_row("tokens/s", f"{report.tokens_per_s:,.0f}")
-    table.add_row("CPU s per Mtoken", f"{report.cpu_s_per_mtoken:.4f}")
-    table.add_row("peak PSS, MB", f"{report.peak_pss_mb:,.0f}")
-    table.add_row("start-up, s", f"{report.startup_s:.2f}")
-    table.add_row("first batch, s", f"{report.first_batch_s:.3f}")
-    for name, share in report.shares.items():
-        table.add_row(f"share of {escape(name)}", f"{share:.3%} (target {report.targets[name]:.3%})")
-    table.add_row("padding", f"{report.padding:,} positions")
-    for name, counts in report.dropped.items():
-        noted = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
-        table.add_row(f"noted in {escape(name)}", noted or "nothing")
-    Console().print(table)
 
 
 def digest(
@@ -235,23 +221,19 @@ def digest(
     """
     del json
     with given.open(recipe) as stream:
-        _needs_steps(stream, steps)
-        check_topology(lanes=stream.parts, global_batch=stream.batch.global_batch_size, world=dp, local_batch=None)
+        check_steps(stream, steps)
+        check_ranks(stream, dp)
         loaders = [stream.loader(rank, dp) for rank in range(dp)]
-        saving.begin(loaders, steps)
-        skips = SkipWriter(skipped)
-        try:
+        begun = saving.begin(loaders, steps)
+        with skip_list(skipped, loaders) as note_skips, contextlib.suppress(StopIteration):
             while steps is None or loaders[0].step < steps:
                 parts = [loader.step_records() for loader in loaders]
-                skips.write(one for loader in loaders for one in loader.take_skipped())
+                note_skips()
                 of_lanes = {lane: lane_digest(mine) for part in parts for lane, mine in part.items()}
                 line = ledger_line(loaders[0].step, of_lanes, whole=True)
                 _print_json(line if lanes else {"step": line["step"], "sha256": line["sha256"]})
-                saving.after(loaders, steps)
-        except StopIteration:
-            pass
-        finally:
-            skips.write(one for loader in loaders for one in loader.take_skipped())
+                saving.after(loaders)
+        saving.end(loaders, begun)
     return 0
 
 
@@ -260,6 +242,7 @@ def export(
     /,
     out: Path,
     steps: int | None = None,
+    skipped: Path | None = None,
     given: Annotated[Given, tyro.conf.OmitArgPrefixes] = Given(),
     json: bool = False,
 ) -> int:
@@ -269,28 +252,33 @@ def export(
 
     Args:
         recipe: The recipe (TOML).
-        out: Folder for the files.
+        out: Folder for the files; it must hold none of another export.
         steps: Last step; only a finite stream can do without.
+        skipped: Append the bad rows that are left out to this file.
         json: Print one JSON object a file on standard output.
     """
     with given.open(recipe) as stream:
-        _needs_steps(stream, steps)
+        check_steps(stream, steps)
         loader = stream.loader()
         out.mkdir(parents=True, exist_ok=True)
-        while steps is None or loader.step < steps:
-            try:
-                records = loader.step_records()
-            except StopIteration:
-                break
-            arrays: dict[str, Any] = {
-                f"{lane:05d}.{number:03d}.{name}": array
-                for lane, mine in records.items()
-                for number, record in enumerate(mine)
-                for name, array in record.items()
-            }
-            file = out / f"step-{loader.step:06d}.npz"
-            np.savez(file, **arrays)
-            _print_json({"step": loader.step, "file": str(file)}) if json else print(file)
+        if any(out.glob("step-*.npz")):
+            raise UsageError(
+                f"{out} holds step-*.npz files already: those of two exports would lie there as one. Nothing was "
+                "written; name another folder, or remove them."
+            )
+        with skip_list(skipped, [loader]) as note_skips, contextlib.suppress(StopIteration):
+            while steps is None or loader.step < steps:
+                arrays: dict[str, Any] = {
+                    f"{lane:05d}.{number:03d}.{name}": array
+                    for lane, mine in loader.step_records().items()
+                    for number, record in enumerate(mine)
+                    for name, array in record.items()
+                }
+                note_skips()
+                file = out / f"step-{loader.step:06d}.npz"
+                with naming(file):
+                    np.savez(file, **arrays)
+                _print_json({"step": loader.step, "file": str(file)}) if json else _print(file)
     return 0
 
 
@@ -313,11 +301,11 @@ def verify(
         _print_json(asdict(result))
     elif result.step is not None:
         lacking = "which one of them lacks" if result.lacking else "whose digests differ"
-        print(f"Step {result.step} is the first that is not the same: lanes {', '.join(result.lanes)}, {lacking}.")
+        _print(f"Step {result.step} is the first that is not the same: lanes {', '.join(result.lanes)}, {lacking}.")
     elif result.incomplete:
-        print(f"{result.incomplete} of {result.compared} steps lack lanes in both; the others are equal.")
+        _print(f"{result.incomplete} of {result.compared} steps lack lanes in both; the others are equal.")
     else:
-        print(f"{result.compared} steps compared, all equal ({result.only} steps are in one of them only).")
+        _print(f"{result.compared} steps compared, all equal ({result.only} steps are in one of them only).")
     return int(result.step is not None or result.incomplete > 0)
 
 
@@ -342,15 +330,13 @@ def skipped(path: Annotated[Path, tyro.conf.Positional], /, json: bool = False) 
     return 0
 
 
-def _needs_steps(stream: Stream, steps: int | None) -> None:
-    if steps is None and not stream.recipe.finite:
-        raise UsageError("The stream repeats for ever ([mix] on_end = 'repeat'): say where to stop with --steps N.")
-    if steps is not None and steps < 1:
-        raise UsageError(f"--steps must be at least 1, it is {steps}.")
-
-
 def _print_json(value: Any) -> None:
-    print(json.dumps(value), flush=True)
+    _print(json.dumps(value))
+
+
+def _print(text: object) -> None:
+    with naming("standard output"):
+        print(text, flush=True)
 
 
 _COMMANDS: dict[str, Callable[..., Any]] = {
@@ -370,6 +356,9 @@ def main(args: list[str] | None = None) -> None:
     out: Any = sys.stdout
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="backslashreplace")  # names that the terminal's encoding does not know
+    if (sys.argv[1:] if args is None else args) == ["--version"]:
+        _print(f"zephon {version('zephon-lanes')}")
+        sys.exit(0)
     try:
         code = tyro.extras.subcommand_cli_from_dict(
             _COMMANDS,

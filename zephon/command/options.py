@@ -1,5 +1,8 @@
 """Options that several commands share."""
 
+import contextlib
+import tempfile
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,10 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from zephon.command.saved import read_state, write_state
-from zephon.errors import RecipeError, UsageError
-from zephon.loader import Loader
+from zephon.errors import DataError, RecipeError, UsageError
+from zephon.loader import Loader, check_topology
 from zephon.recipe import Recipe
 from zephon.restore import check_allowed
+from zephon.run.skips import SkipWriter
 from zephon.stream import Stream
 
 err = Console(stderr=True)
@@ -56,15 +60,15 @@ class Saving:
     save: Path | None = None
     """Folder for states; all ranks may share it. A state is a folder step-N in it."""
     save_at: int | None = None
-    """Step after which to save; the last one where left out."""
+    """Step after which to save; the last one that the run comes to where left out."""
     resume: Path | None = None
     """Folder with a state to go on from: the latest complete one."""
     allow: tuple[str, ...] = ()
     """Differences to go on with: weights, global_batch_size, records, code, codecs. `--allow` with any other word says
     what each means."""
 
-    def begin(self, loaders: list[Loader], steps: int | None) -> None:
-        """Check the options, and take up a state."""
+    def begin(self, loaders: Sequence[Loader], steps: int | None) -> int:
+        """Check the options, take up a state, and say after which step that is."""
         if self.save_at is not None and self.save is None:
             raise UsageError("--save-at needs --save, the folder to save to.")
         check_allowed(self.allow)
@@ -77,8 +81,67 @@ class Saving:
             raise UsageError(f"--steps {steps} is the last step, but the next one is {first}: nothing would be done.")
         if self.save_at is not None and not first <= self.save_at <= (steps or self.save_at):
             raise UsageError(f"--save-at {self.save_at} is no step of this run, which goes from {first} to {steps}.")
+        if self.save:
+            try:
+                self.save.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.save):
+                    pass
+            except OSError as error:
+                raise UsageError(
+                    f"--save {self.save} is no folder that can be written to ({error.strerror}): the state would be "
+                    "lost after the last step. Nothing was run; name another folder."
+                ) from error
+        return first - 1
 
-    def after(self, loaders: list[Loader], steps: int | None) -> None:
+    def after(self, loaders: Sequence[Loader]) -> None:
         """Save if this is the step for it."""
-        if self.save and loaders[0].step == (self.save_at or steps):
+        if self.save and loaders[0].step == self.save_at:
             write_state(loaders, self.save)
+
+    def end(self, loaders: Sequence[Loader], begun: int) -> None:
+        """Save the last step of a run that began after step `begun`, unless another was asked for.
+
+        Raises:
+            DataError: the run ended before there was anything to save.
+        """
+        last = loaders[0].step
+        if not self.save or (self.save_at is not None and self.save_at <= last):
+            return
+        if self.save_at is not None:
+            raise DataError(
+                f"--save-at {self.save_at} was not reached: the run ended after step {last}, and nothing was saved to "
+                f"{self.save}. Name a step up to {last}, or leave --save-at out for the last one."
+            )
+        if last == begun:
+            raise DataError(f"The run ended before step {begun + 1}: there is no state of it to save to {self.save}.")
+        write_state(loaders, self.save)
+
+
+@contextlib.contextmanager
+def skip_list(path: Path | None, loaders: Sequence[Loader]) -> Generator[Callable[[], None]]:
+    """What notes the bad rows of loaders so far, in a list where there is a path; at the end, and after an error that
+    says that the list names them, the rest is noted."""
+    writer = SkipWriter(path)
+
+    def note() -> None:
+        writer.write(one for loader in loaders for one in loader.take_skipped())
+
+    try:
+        yield note
+    finally:
+        note()
+        writer.close()
+
+
+def check_steps(stream: Stream, steps: int | None) -> None:
+    """Refuse a run without an end, or without a step."""
+    if steps is None and not stream.recipe.finite:
+        raise UsageError("The stream repeats for ever ([mix] on_end = 'repeat'): say where to stop with --steps N.")
+    if steps is not None and steps < 1:
+        raise UsageError(f"--steps must be at least 1, it is {steps}.")
+
+
+def check_ranks(stream: Stream, dp: int) -> None:
+    """Refuse a number of data-parallel ranks that cannot share the stream."""
+    lanes = None if stream.recipe.finite else stream.recipe.lanes
+    check_topology(lanes=lanes, global_batch=stream.batch.global_batch_size, world=dp, local_batch=None)

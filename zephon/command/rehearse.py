@@ -1,13 +1,19 @@
 """Rehearsal: iterate a loader as a trainer would, and measure what it costs."""
 
+import contextlib
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
+from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from zephon.command.options import err
 from zephon.loader import Loader
@@ -19,15 +25,18 @@ _SAMPLE_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rehearsal found. Times in seconds, CPU over all processes; `shares` of the positions that were mixed."""
+    """What a rehearsal found. Times in seconds, CPU over all processes; `shares` of the positions that were mixed.
+
+    `cpu_s_per_mtoken` and `first_batch_s` are None where no step was taken.
+    """
 
     steps: int
     tokens: int
     tokens_per_s: float
-    cpu_s_per_mtoken: float
+    cpu_s_per_mtoken: float | None
     peak_pss_mb: float
     startup_s: float
-    first_batch_s: float
+    first_batch_s: float | None
     shares: dict[str, float]
     targets: dict[str, float]
     padding: int
@@ -56,7 +65,8 @@ def rehearse(
                 except StopIteration:
                     break
                 first = first or time.perf_counter() - started
-                after(records)
+                with _uninterrupted():
+                    after(records)
                 if err.is_terminal:
                     rate = (loader.stats().positions - before.positions) / (time.perf_counter() - started)
                     bars.update(task, completed=loader.step, rate=f"{rate / 1e6:.1f} Mtok/s")
@@ -72,15 +82,51 @@ def rehearse(
         steps=loader.step - taken,
         tokens=tokens,
         tokens_per_s=tokens / wall,
-        cpu_s_per_mtoken=cpu / max(1, tokens) * 1e6,
+        cpu_s_per_mtoken=cpu / tokens * 1e6 if tokens else None,
         peak_pss_mb=memory.peak / 1e6,
         startup_s=stream.startup_s,
-        first_batch_s=first,
+        first_batch_s=first or None,
         shares={name: number / total for name, number in mixed.items()},
         targets={name: float(weight / sum(weights.values())) for name, weight in weights.items()},
         padding=now.padding - before.padding,
         dropped=now.dropped,
     )
+
+
+def show_report(report: Report) -> None:
+    """Print a report as a table."""
+    table = Table(show_header=False, title=f"{report.steps} steps, {report.tokens:,} tokens")
+    table.add_row("tokens/s", f"{report.tokens_per_s:,.0f}")
+    if report.cpu_s_per_mtoken is not None:
+        table.add_row("CPU s per Mtoken", f"{report.cpu_s_per_mtoken:.4f}")
+    table.add_row("peak PSS, MB", f"{report.peak_pss_mb:,.0f}")
+    table.add_row("start-up, s", f"{report.startup_s:.2f}")
+    if report.first_batch_s is not None:
+        table.add_row("first batch, s", f"{report.first_batch_s:.3f}")
+    for name, share in report.shares.items():
+        table.add_row(f"share of {escape(name)}", f"{share:.3%} (target {report.targets[name]:.3%})")
+    table.add_row("padding", f"{report.padding:,} positions")
+    for name, counts in report.dropped.items():
+        noted = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
+        table.add_row(f"noted in {escape(name)}", noted or "nothing")
+    Console().print(table)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Generator[None]:
+    """Have Ctrl-C wait until a step is noted whole: the state that is saved then must not be ahead of the ledger."""
+    came: list[FrameType | None] = []
+
+    def note(_: int, frame: FrameType | None) -> None:
+        came.append(frame)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(signal.SIGINT, came[0])
 
 
 def _cpu_seconds() -> float:

@@ -1,10 +1,12 @@
 """States in a folder, for runs without TorchTitan's checkpointer: one folder a step, one file a key.
 
 Ranks write into the same folder at once, each the lanes it owns; what they share, the header, is the same bytes. A step
-counts once all its files are there, so a save that was killed half-way is passed over for the one before.
+counts once all its files are there, those of one save, so a save that was killed half-way is passed over for the one
+before.
 """
 
 import json
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -12,7 +14,10 @@ from pathlib import Path
 
 from zephon.errors import UsageError
 from zephon.loader import Loader
-from zephon.state import HEADER, lane_key
+from zephon.run.lines import naming
+from zephon.state import HEADER, lane_key, tag_of
+
+logger = logging.getLogger(__name__)
 
 
 def write_state(loaders: Sequence[Loader], folder: Path) -> None:
@@ -21,7 +26,8 @@ def write_state(loaders: Sequence[Loader], folder: Path) -> None:
     at.mkdir(parents=True, exist_ok=True)
     for loader in loaders:
         for key, raw in loader.state_dict().items():
-            _keep(at / key, raw)
+            with naming(at / key):
+                _keep(at / key, raw)
 
 
 def _keep(at: Path, raw: bytes) -> None:
@@ -73,7 +79,10 @@ def read_state(folder: Path) -> dict[str, bytes]:
         files = {file.name: file.read_bytes() for file in path.iterdir() if not file.name.startswith(".")}
         if _complete(files):
             return files
-    raise UsageError(f"{folder} holds no complete state: no folder step-N in it has {HEADER!r} and every lane.")
+        logger.warning("%s lacks files, or mixes those of two saves: passed over.", path)
+    raise UsageError(
+        f"{folder} holds no complete state: no folder step-N in it has {HEADER!r} and every lane, written by one save."
+    )
 
 
 def _complete(files: dict[str, bytes]) -> bool:
@@ -81,4 +90,5 @@ def _complete(files: dict[str, bytes]) -> bool:
         lanes = int(json.loads(files[HEADER])["lanes"])
     except (KeyError, ValueError, TypeError, OverflowError, RecursionError):
         return False
-    return all(lane_key(lane) in files for lane in range(lanes))
+    tag = tag_of(files[HEADER])  # which lanes begin with; what is damaged is not passed over, but refused
+    return all(files.get(lane_key(lane), b"").startswith(tag) for lane in range(lanes))

@@ -32,6 +32,10 @@ class Ledger:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zephon-ledger")
         self._writing: Future[None] | None = None
 
+    def begin(self, header: bytes) -> None:
+        """A run goes on from the state with this header: lines of a history that it has left do not count."""
+        self._writer.begin(header)
+
     def add(self, batch: Batch) -> None:
         """Take note of a micro-batch, which must not change from now on."""
         self._records.extend(self._worker.records(batch))
