@@ -284,6 +284,45 @@ def test_children_end_when_their_parent_is_killed(recipe: Path, variant: str) ->
     wait_for(lambda: not any(alive(pid) for pid in family))
 
 
+@pytest.mark.parametrize("variant", ["process 1", "process 1 isolate"])
+def test_a_worker_that_hangs_ends_when_its_parent_is_killed(recipe: Path, variant: str) -> None:
+    """It does not look at its link while it works, and the work of a user may never end."""
+    (recipe.parent / "endless.py").write_text(
+        "import pathlib, time\n"
+        "def work(row):\n"
+        "    while (here := pathlib.Path(__file__).parent / 'hang').exists():\n"
+        "        try:\n"
+        "            here.with_name('hangs').touch()\n"
+        "            time.sleep(9)\n"
+        "        except BaseException:\n"
+        "            pass\n"
+        "    return row\n"
+    )
+    path = with_run(recipe, variant, "timeout = 10\n")
+    path.write_text(path.read_text().replace("weight = 0.7", 'weight = 0.7\nmap = "endless:work"'))
+    code = (
+        "import sys, os, pathlib, zephon\n"
+        "from zephon.command.rehearse import process_tree\n"
+        "stream = zephon.Stream.open(sys.argv[1]); loader = stream.loader(); next(loader)\n"
+        "pathlib.Path(sys.argv[1]).with_name('hang').touch()\n"
+        "print(*process_tree(os.getpid()), flush=True)\n"
+        "while True: next(loader)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    try:
+        family = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(family) >= 2
+        wait_for((recipe.parent / "hangs").exists)
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        wait_for(lambda: not any(alive(pid) for pid in family))
+    finally:
+        for name in ("hang", "hangs"):
+            (recipe.parent / name).unlink(missing_ok=True)
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

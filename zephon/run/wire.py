@@ -24,6 +24,9 @@ _INLINE = 64 * 1024  # arrays smaller than this in all are cheaper inside the pi
 _ALIGN = 64
 
 ALIVE = "alive"
+LINGER = 3.0
+"""Seconds that a process may take to end by itself once the other side has gone."""
+
 SLICES = 10
 """Signs of life that must be missing."""
 
@@ -117,13 +120,18 @@ def wait(link: socket.socket, timeout: float) -> None:
 
 
 def show_life(send: Callable[[Any], None], timeout: float) -> None:
-    """Send signs of life until the other side has gone, in a thread that ends with the process."""
+    """Send signs of life until the other side has gone, in a thread that ends with the process.
+
+    Then it ends the process too, if that does not do so by itself: it hangs over work that nobody waits for.
+    """
 
     def beat() -> None:
         with contextlib.suppress(OSError):
             while True:
                 send(ALIVE)
                 time.sleep(timeout / SLICES)
+        time.sleep(LINGER)
+        os._exit(1)
 
     if timeout:
         threading.Thread(target=beat, name="zephon-life", daemon=True).start()
