@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def with_run(path: Path, variant: str, timeout: int = 1) -> Path:
 
 
 @pytest.fixture
-def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A recipe whose source b waits for ever over one row, behind the 64 rows that are read at the start."""
     path = write_recipe(tmp_path, sources=SOURCES)
     lines = (tmp_path / "b" / "one.jsonl").read_text().splitlines(keepends=True)
@@ -69,7 +69,9 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     os.mkfifo(tmp_path / "fifo")
     sys.modules.pop("hangs", None)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    return path
+    yield path
+    with contextlib.suppress(OSError):  # let go of a thread that was left behind
+        os.close(os.open(tmp_path / "fifo", os.O_WRONLY | os.O_NONBLOCK))
 
 
 def deliver(path: Path, steps: int = 30) -> list[dict[int, bytes]]:
