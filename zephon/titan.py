@@ -360,12 +360,12 @@ class Trainer(TitanTrainer):
         return super().batch_generator(data_iterable)
 
     def train_step(self, data_iterator: Iterator[TitanBatch]) -> None:
-        super().train_step(self._watched(data_iterator) if self._ledger else data_iterator)
+        super().train_step(self._noted(data_iterator) if self._ledger else data_iterator)
         if self._ledger:
             self._ledger.write(self.step)
         self._skips.write(self.dataloader.loader.take_skipped())
 
-    def _watched(self, batches: Iterator[TitanBatch]) -> Iterator[TitanBatch]:
+    def _noted(self, batches: Iterator[TitanBatch]) -> Iterator[TitanBatch]:
         """Have the ledger note what the trainer takes, before it moves tensors to a device."""
         for tensors, labels in batches:
             cast(Ledger, self._ledger).add({name: one.numpy() for name, one in {**tensors, "labels": labels}.items()})
