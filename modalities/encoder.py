@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 Ints: TypeAlias = NDArray[np.int64]
 
+COMPARED_CHARS = 2048
+"""Of each text on which two libraries are compared: a first batch must not wait for whole books, 40 times slower. One of
+400,000 characters among the first 64 documents took 0.9 of the 1.0 s to it."""
+
 PROBES = (
     "",
     " ",
@@ -175,9 +179,10 @@ class Encoder:
         return np.frombuffer(ids, "<u4").astype(np.int32, copy=False), np.frombuffer(offsets, "<u8").astype(np.int64)
 
     def compare(self, texts: Sequence[str], where: str, special: bool = False) -> None:
-        """Fall back to the library that defines the ids if the fast one differs on any of `texts`."""
+        """Fall back to the library that defines the ids if the fast one differs on the start of any of `texts`."""
         if self._fast is None or not texts:
             return
+        texts = [text[:COMPARED_CHARS] for text in texts]
         try:
             reference = _blaming(self._encode_reference, texts, special)
         except EncodeError as error:  # there are no ids to compare with

@@ -5,14 +5,16 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from worlds import BOS, EOS, tokenizer_folder
 
-from modalities.encoder import PROBES
+from modalities.encoder import COMPARED_CHARS, PROBES
 from modalities.text import Text
 from modalities.tokenizer import TextTokenizer
 from zephon import RecipeError
@@ -65,6 +67,20 @@ def test_it_falls_back_loudly_on_any_difference(trained: Path, caplog: pytest.Lo
     assert tokenizer.library == "tokenizers"
     assert "disagree on the first documents" in caplog.text
     assert tokenizer.encode(["some text"])[0].tolist() == reference.tolist()
+
+
+def test_the_start_does_not_wait_for_whole_books(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference takes a second for 2 M characters: it sees the start of every first document alone."""
+    tokenizer, seen = TextTokenizer(TokenizerSpec(trained)), list[int]()
+    encode = tokenizer.defining.encode
+
+    def noted(texts: Sequence[str], special: bool = False) -> list[Any]:
+        seen.extend(map(len, texts))
+        return encode(texts, special)
+
+    monkeypatch.setattr(tokenizer.defining, "encode", noted)
+    tokenizer.compare(["word " * 10**5, "a book " * 10**5, "short"], "the first documents of a source")
+    assert seen == [COMPARED_CHARS, COMPARED_CHARS, 5]
 
 
 def test_it_falls_back_loudly_when_the_fast_library_cannot_load(
