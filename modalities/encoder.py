@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 Ints: TypeAlias = NDArray[np.int64]
 
 COMPARED_CHARS = 2048
-"""Of each text on which two libraries are compared: a first batch must not wait for whole books, 40 times slower. One of
-400,000 characters among the first 64 documents took 0.9 of the 1.0 s to it."""
+"""Of each text on which two libraries are compared: a first batch must not wait for whole books. One of 400,000
+characters among the first 64 documents took 0.9 of the 1.0 s to it."""
 
 PROBES = (
     "",
