@@ -65,7 +65,7 @@ def load_recipe(path: str, seq_len: int, trained: int, validates: bool) -> Recip
 
 @functools.lru_cache(maxsize=8)
 def _skip_list(path: str) -> SkipWriter:
-    """The list of the bad rows of all validations of this process, which log them once."""
+    """The list of the bad rows of all validations of this process; each validation adds those it comes to."""
     return SkipWriter(Path(path) if path else None)
 
 
