@@ -28,10 +28,10 @@ demo-diloco: $(STAMP)  ## 4 decoupled learners, two killed, one slowed, beside d
 	$(BIN)/python -m recipes.diloco.demo $(ARGS)
 
 test: $(STAMP)  ## the tests, without the slow ones (about 11 minutes on 2 cores)
-	$(BIN)/python -m pytest -n auto -m 'not slow'
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow'
 
 test-all: $(STAMP)  ## all tests; a skipped one fails, unless a GPU is missing
-	$(BIN)/python -m pytest -n auto --fail-on-skip
+	$(BIN)/python -m pytest -n auto --dist worksteal --fail-on-skip
 
 lint: $(STAMP)  ## ruff and pyright
 	$(BIN)/ruff check .

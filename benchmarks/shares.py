@@ -30,12 +30,13 @@ class WatchedMixer(Mixer):
 
     worst = (0.0, 0.0)
 
-    def charge(self, source: int, cost: int) -> None:
-        super().charge(source, cost)
+    def charge(self, source: int, cost: int) -> int:
+        chosen = super().charge(source, cost)
         self.largest = max(getattr(self, "largest", 1), cost)
         unit = self._total * self.largest
         over, under = WatchedMixer.worst
         WatchedMixer.worst = max(over, -min(self.deficits) / unit), max(under, max(self.deficits) / unit)
+        return chosen
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ without the first. So no label crosses a sample, and a cut inside one keeps its 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,16 +64,19 @@ def _rest(seq_len: int, free: int) -> Sample:
 def _join(segments: Sequence[Segment], lengths: Sequence[int]) -> tuple[Ids, Ids, Ids]:
     """Input, labels and positions of all segments, one after the other: those of a whole batch in a few calls."""
     payloads: list[Payload] = [sample.payload for sample, _, _ in segments]
-    masked = any(isinstance(one, tuple) for one in payloads)
-    tokens = [one[0] if isinstance(one, tuple) else one for one in payloads]
-    spans = [(ids, start, end) for ids, (_, start, end) in zip(tokens, segments, strict=True)]
+    masked = any(issubclass(kind, tuple) for kind in set(map(type, payloads)))
+    tokens = [one[0] if isinstance(one, tuple) else one for one in payloads] if masked else cast(list[Ids], payloads)
     sizes = np.array(lengths)
     ends = np.cumsum(sizes)
     if ends[-1] > _LONG * len(segments):
+        spans = [(ids, start, end) for ids, (_, start, end) in zip(tokens, segments, strict=True)]
         inputs = np.concatenate([ids[start:end] for ids, start, end in spans])
         labels = np.concatenate([ids[start + 1 : end + 1] for ids, start, end in spans])
     else:
-        cut = [ids[start : end + 1] if start or end + 1 < len(ids) else ids for ids, start, end in spans]
+        cut = [
+            ids[start : end + 1] if start or end + 1 < len(ids) else ids
+            for ids, (_, start, end) in zip(tokens, segments, strict=True)
+        ]
         joined, last = np.concatenate(cut), ends + np.arange(len(cut))
         is_input, is_label = np.ones((2, len(joined)), bool)
         is_input[last] = is_label[last - sizes] = False

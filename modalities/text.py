@@ -5,7 +5,7 @@ A sample of `m` tokens, BOS and EOS included, has `m - 1` positions; `sequences.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,9 +82,8 @@ class Text:
     def _texts(self, rows: Sequence[Row]) -> tuple[list[str], dict[int, list[str]], dict[int, str]]:
         """Text of every row, what is noted of it, and why those without are bad."""
         found = [row.get(self._field) for row in rows]
-        texts = [text for text in found if isinstance(text, str)]
-        faults: dict[int, str] = {}
-        if len(texts) < len(found):
+        texts, faults = cast(list[str], found), dict[int, str]()
+        if set(map(type, found)) != {str}:
             texts = []
             for i, value in enumerate(found):
                 try:
@@ -93,7 +92,7 @@ class Text:
                     texts.append("")
                     faults[i] = self._complaint(rows[i], error)
         counts: dict[int, list[str]] = {}
-        for i in [i for i, text in enumerate(texts) if not text.isascii()]:
+        for i in [i for i, ascii in enumerate(map(str.isascii, texts)) if not ascii]:
             if (cleaned := self._tokenizer.clean(texts[i])) is not None:
                 texts[i] = cleaned
                 counts.setdefault(i, []).append("surrogates")

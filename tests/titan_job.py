@@ -37,6 +37,20 @@ def tokenizer_of(recipe: Path) -> str:
     return recipe.read_text().split('path = "')[1].split('"')[0]
 
 
+def write_whole(path: Path, text: str) -> Path:
+    """Every rank writes the same file, while others may read it already."""
+    mine = path.with_name(f"{path.name}.{os.getpid()}")
+    mine.write_text(text)
+    return mine.replace(path)
+
+
+def few_documents(jobs: Path) -> str:
+    """The recipe as a finite stream of 62 documents."""
+    text = (jobs / "recipe.toml").read_text().replace("lanes = 4\n", "")
+    text = text.replace("a/*.jsonl", "a/two.jsonl").replace("b/*.jsonl", "few/*.jsonl")
+    return text.replace("[shuffle]", '[mix]\non_end = "renormalise"\n[shuffle]')
+
+
 def run(settings: TitanTrainer.Config) -> None:
     trainer = None
     try:
@@ -192,7 +206,7 @@ def big_tokenizer(jobs: Path) -> Path:
 
 def validate(folder: Path) -> None:
     recipe = folder.parent / "recipe.toml"
-    (folder.parent / "validation.toml").write_text(recipe.read_text().replace("seed = 7", "seed = 99"))
+    write_whole(folder.parent / "validation.toml", recipe.read_text().replace("seed = 7", "seed = 99"))
     made = config(folder, recipe)
     loader = DataLoader.Config(recipe=str(folder.parent / "validation.toml"))
     made.validator = Validator.Config(enable=True, freq=2, steps=2, dataloader=loader)
@@ -202,10 +216,7 @@ def validate(folder: Path) -> None:
 def validate_all(folder: Path) -> None:
     """Validation over the whole of a finite recipe, with weights that stay as they are: only the data is compared."""
     recipe = folder.parent / "recipe.toml"
-    text = (
-        recipe.read_text().replace("lanes = 4\n", "").replace("[shuffle]", '[mix]\non_end = "renormalise"\n[shuffle]')
-    )
-    (folder.parent / "all.toml").write_text(text)
+    write_whole(folder.parent / "all.toml", few_documents(folder.parent))
     made = config(folder, recipe)
     loader = DataLoader.Config(recipe=str(folder.parent / "all.toml"))
     made.validator = Validator.Config(enable=True, freq=2, steps=-1, dataloader=loader)
@@ -224,9 +235,7 @@ def validate_many(folder: Path) -> None:
 
 def finite(folder: Path) -> None:
     """The documents end before the steps do."""
-    text = (folder.parent / "recipe.toml").read_text().replace("lanes = 4\n", "")
-    recipe = folder.parent / "finite.toml"
-    recipe.write_text(text.replace("[shuffle]", '[mix]\non_end = "renormalise"\n[shuffle]'))
+    recipe = write_whole(folder.parent / "finite.toml", few_documents(folder.parent))
     made = config(folder, recipe, steps=1000)
     made.checkpoint = replace(made.checkpoint, interval=1000, last_save_model_only=False)
     run(made)
@@ -267,7 +276,7 @@ def validate_bad(folder: Path) -> None:
     text = (folder.parent / "recipe.toml").read_text()
     text = text[: text.index("[batch]")] + text[text.index("[tokenizer]") :]  # no [batch]: it takes training's
     text = text.replace('paths = ["b/*.jsonl"]', 'paths = ["bad/*.jsonl"]\non_error = "skip"\nmax_bad = 1000')
-    (folder.parent / "bad.toml").write_text(text.replace("[run]", "[run]\nisolate = true"))
+    write_whole(folder.parent / "bad.toml", text.replace("[run]", "[run]\nisolate = true"))
     made = config(folder, folder.parent / "recipe.toml", steps=3)
     loader = DataLoader.Config(recipe=str(folder.parent / "bad.toml"))
     made.validator = Validator.Config(enable=True, freq=1, steps=2, dataloader=loader)

@@ -49,7 +49,8 @@ class Feed:
     def __init__(self, source: int, lane: int, order: SourceOrder, position: Position) -> None:
         self.source = source
         self.ready = 0
-        """Measured samples that have not been taken."""
+        """Measured samples that have not been taken whole. Who has taken all of one counts it down: so it says where
+        the feed stands."""
         self.pending = 0
         """Rows that have been asked for and not come back."""
         self.next_bytes = FEED_BYTES
@@ -63,28 +64,22 @@ class Feed:
         self.stand(position)
         self._waiting: deque[Iterator[Sample]] = deque()
         self.pop: Callable[[], Sample] = chain.from_iterable(iter(self._waiting.popleft, None)).__next__
-        """Gives the next sample, where one is ready, without running Python. It counts as ready until `advance` says
-        that all of it is taken."""
+        """Gives the next sample, where one is ready, without running Python."""
 
     def mark(self) -> tuple["_Block", int]:
         """Behind the sample that was taken last, for `position_of`: two references, while a position is an object."""
         blocks = self._blocks
-        while self._passed > len(blocks[0].places):
-            self._passed -= len(blocks.popleft().places)
-        return blocks[0], self._passed
+        while (passed := self._kept - self.ready) > len(blocks[0].places):
+            self._kept -= len(blocks.popleft().places)
+        return blocks[0], passed
 
     def position(self) -> Position:
         """Behind the sample that was taken last."""
         return position_of(*self.mark())
 
-    def advance(self) -> None:
-        """All of the sample that `pop` gave is taken."""
-        self._passed += 1
-        self.ready -= 1
-
     def stand(self, position: Position) -> None:
         """Stand before the sample at a position: the first, or the end of a finite source."""
-        self._blocks, self._passed = deque([_Block(position.group, (position.place,), (position.sample,))]), 1
+        self._blocks, self._kept = deque([_Block(position.group, (position.place,), (position.sample,))]), 1
 
     @property
     def ahead(self) -> int:
@@ -144,13 +139,14 @@ class Feed:
             strict=False,  # those that repeat have no end
         )
         self._blocks.append(block)
+        self._kept += end - first
         # Made when they are taken: 100,000 tuples that wait made each full collection of garbage slow, and short
         # documents cost a fifth more.
         self._waiting.append(map(_SAMPLE, samples))
         self.ready += end - first
         while self._skip and self.ready:  # a restored lane has had the first samples of its first row
             self.pop()
-            self.advance()
+            self.ready -= 1
             self._skip -= 1
         return end
 

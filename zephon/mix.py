@@ -46,12 +46,13 @@ class Mixer:
         """The source that is furthest behind; the first in the recipe among equals."""
         return self._deficits.index(max(self._deficits))
 
-    def charge(self, source: int, cost: int) -> None:
-        """Account for a piece of `cost` (positions, or 1 where samples are mixed) taken from `source`."""
+    def charge(self, source: int, cost: int) -> int:
+        """Account for a piece of `cost` (positions, or 1 where samples are mixed) taken from `source`; then `pick`."""
         deficits = self._deficits
         for i, weight in enumerate(self._weights):
             deficits[i] += weight * cost
         deficits[source] -= self._total * cost
+        return deficits.index(max(deficits))
 
     def retire(self, source: int) -> bool:
         """A source has ended: the others share what it would have got. Returns whether any is left."""

@@ -175,7 +175,11 @@ class Concat:
         return [tuple(self._bin.segments)] if self._bin.segments else []
 
     def offer(self, sample: Sample, start: int, end: int) -> tuple[int, Plan | None]:
-        one = self._bin
+        one, size = self._bin, end - start
+        if not start and not sample.atoms and size < one.room - one.reserved:  # nearly all, where documents are short
+            one.segments.append(segment((sample, 0, end)))
+            one.room -= size
+            return end, None
         taken = one.reach(sample, start, end)
         if taken > start:
             one.add(sample, start, taken)

@@ -100,7 +100,7 @@ class Worker:
 
     def _measure(self, one: Source, rows: NDArray[np.int64], epochs: NDArray[np.int64]) -> Measured:
         found = one.reader.read(rows)
-        bad = {i: row for i, row in enumerate(found) if isinstance(row, Bad)}
+        bad = {i: row for i, row in enumerate(found) if isinstance(row, Bad)} if Bad in set(map(type, found)) else {}
 
         def draws(i: int, name: str) -> Draw:
             return Draw(make_key("user", one.seed, one.name, name, int(epochs[i]), int(rows[i])))

@@ -68,7 +68,7 @@ class JsonlReader:
             found = list(map(orjson.loads, raws))
         except orjson.JSONDecodeError:
             found = []
-        if len(found) == len(raws) and all(isinstance(row, dict) for row in found):
+        if len(found) == len(raws) and set(map(type, found)) == {dict}:
             return found
         return [_parse(raw) for raw in raws]
 
