@@ -217,11 +217,21 @@ def test_a_finite_stream_keeps_its_batch_size(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, tail='[mix]\non_end = "renormalise"')
     path.write_text(path.read_text().replace("lanes = 4\n", ""))
     state = saved(path)
-    with (
-        Stream.open(edited(path, "global_batch_size = 8", "global_batch_size = 4")) as stream,
-        pytest.raises(RestoreError, match="of a finite stream cannot change"),
-    ):
-        stream.loader().load_state_dict(state, ["global_batch_size"])
+    with Stream.open(edited(path, "global_batch_size = 8", "global_batch_size = 4")) as stream:
+        for allow in ([], ["global_batch_size"]):
+            with pytest.raises(RestoreError, match="of a finite stream cannot change") as refusal:
+                stream.loader().load_state_dict(state, allow)
+            assert "--allow" not in str(refusal.value)
+
+
+def test_no_permission_is_offered_where_it_would_be_in_vain(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path)
+    state = saved(path)
+    with Stream.open(edited(edited(path, "seed = 7", "seed = 8"), "weight = 0.7", "weight = 0.1")) as stream:
+        for allow in ([], ["weights"]):
+            with pytest.raises(RestoreError, match=r"order\.seed: 7 -> 8\n") as refusal:
+                stream.loader().load_state_dict(state, allow)
+            assert "--allow" not in str(refusal.value)
 
 
 def test_other_arrays_beside_the_same_sequences(tmp_path: Path) -> None:

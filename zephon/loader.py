@@ -235,8 +235,6 @@ class Loader:
         if HEADER not in state:
             raise RestoreError(f"The state lacks {HEADER!r}; it holds {sorted(state)}.")
         restored = compare_headers(state[HEADER], self._stream.header(0), allow)
-        if self._finite and "global_batch_size" in restored.allowed:
-            raise RestoreError("The global batch size of a finite stream cannot change: it says which rank gets what.")
         keys = {lane: lane_key(lane) for lane in self._hosted}
         if missing := [key for key in keys.values() if key not in state]:
             raise RestoreError(

@@ -96,15 +96,19 @@ def compare_headers(saved: bytes, running: Mapping[str, Any], allow: Iterable[st
             "The loader's header in this checkpoint cannot be read; it is damaged or foreign. Resume from another one."
         ) from error
     could = {key: name for key in differing for name, one in PERMISSIONS.items() if re.fullmatch(one.fields, key)}
+    more = ""
+    if running["mix"]["on_end"] != "repeat" and could.pop("global_batch_size", None):
+        more = " The global batch size of a finite stream cannot change: it says which rank gets what."
     refused = {key: values for key, values in differing.items() if could.get(key) not in allow}
     if refused:
-        hints = {key: f"   (--allow {could[key]})" if key in could else "" for key in refused}
+        helps = refused.keys() <= could.keys()  # where one field cannot be allowed, allowing the others is in vain
+        hints = {key: f"   (--allow {could[key]})" if helps else "" for key in refused}
         table = "\n".join(f"  {key}: {before} -> {now}{hints[key]}" for key, (before, now) in refused.items())
-        names = sorted({could[key] for key in refused if key in could})
-        meanings = "".join(f"\n--allow {name}: {PERMISSIONS[name].meaning}." for name in names)
+        for name in sorted({could[key] for key in refused} if helps else ()):
+            more += f"\n--allow {name}: {PERMISSIONS[name].meaning}."
         raise RestoreError(
             f"The checkpoint at step {step} was written by another stream (checkpoint -> this run):\n{table}\n"
-            f"Going on would silently change the data. Put the old values back, or start a new run.{meanings}"
+            f"Going on would silently change the data. Put the old values back, or start a new run.{more}"
         )
     if differing:
         granted = sorted({could[key] for key in differing})
