@@ -18,6 +18,7 @@ from small import write_recipe
 
 from zephon import Stream
 from zephon.command.cli import main
+from zephon.command.explain import explain
 from zephon.command.rehearse import rehearse
 from zephon.ledger import read_ledger
 
@@ -49,6 +50,14 @@ def test_check_says_what_holds(recipe: Path) -> None:
     assert done.returncode == 0
     assert "70.00%" in done.stdout
     assert "The recipe holds" in done.stdout
+
+
+def test_explain_times_what_a_run_does(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zephon.command.explain._TOKENS", 200_000)
+    with Stream.open(recipe) as stream:
+        cost = explain(stream).cpu_s_per_mtoken
+    assert list(cost) == ["read", "measure", "mix and pack", "materialise", "digest"]
+    assert min(cost.values()) > 0
 
 
 def test_check_as_json(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

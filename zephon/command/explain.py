@@ -1,8 +1,10 @@
 """`zephon explain`: the plan of a stream as a picture, with the cost of every stage measured on its own data."""
 
+import gc
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +18,8 @@ from zephon.feed import TASK_BYTES
 from zephon.loader import Loader
 from zephon.run.runners import InlineRunner
 from zephon.stream import Stream
-from zephon.types import Batch, Measured, Plan
-from zephon.worker import Source, Worker
+from zephon.types import Bad, Batch, Measured, Plan, Row
+from zephon.worker import RowReader, Source, Worker
 
 _SAMPLED_ROWS = 512  # of each source, spread over it evenly, to estimate its tokens
 _TOKENS = 3_000_000  # measured, to tell what the stages cost
@@ -43,11 +45,30 @@ class StreamPlan:
     cpu_s_per_mtoken: dict[str, float]
 
 
+class _TimedReader:
+    """A reader that notes the CPU time of reading."""
+
+    def __init__(self, reader: RowReader) -> None:
+        self._reader, self.reading = reader, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def read(self, rows: NDArray[np.int64]) -> list[Row | Bad]:
+        started = time.process_time()
+        found = self._reader.read(rows)
+        self.reading += time.process_time() - started
+        return found
+
+
 class _TimedWorker(Worker):
     """A worker that notes the CPU time of its work, and how many tokens it measured."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        super().__init__(sources)
+        self.readers = [_TimedReader(source.reader) for source in sources]
+        super().__init__(
+            [replace(one, reader=cast(RowReader, reader)) for one, reader in zip(sources, self.readers, strict=True)]
+        )
         self.measuring = self.building = 0.0
         self.measured = 0
 
@@ -70,15 +91,10 @@ def explain(stream: Stream) -> StreamPlan:
     weights = [float(spec.weight) for spec in stream.recipe.sources]
     means = list[float]()
     totals = list[tuple[int, int]]()
-    reading = sampled = 0.0
     for number, source in enumerate(stream.sources):
         rows = source.catalogue.rows
         some = np.unique(np.linspace(0, rows - 1, min(rows, _SAMPLED_ROWS)).astype(np.int64))
-        started = time.process_time()
-        source.reader.read(some)
-        reading += time.process_time() - started
         total = sum(stream.worker.measure(number, some, some * 0).positions)
-        sampled += total
         means.append(total / len(some))
         totals.append((rows, round(total / len(some) * rows)))
     # Shares are of what the mix counts in; epochs follow from the tokens that this comes to.
@@ -89,31 +105,36 @@ def explain(stream: Stream) -> StreamPlan:
         )
         for source, weight, total, mean, part in zip(stream.sources, weights, totals, means, by_tokens, strict=True)
     ]
-    return StreamPlan(sources, _stages(stream, reading / max(1.0, sampled) * 1e6))
+    gc.disable()  # as TorchTitan's trainer does
+    try:
+        return StreamPlan(sources, _stages(stream))
+    finally:
+        gc.enable()
 
 
-def _stages(stream: Stream, read: float) -> dict[str, float]:
-    """CPU seconds per million tokens of every stage; `read` has been found before, and is part of measuring."""
+def _stages(stream: Stream) -> dict[str, float]:
+    """CPU seconds per million tokens of every stage."""
     worker = stream.worker = _TimedWorker(stream.sources)
     stream.runner = stream.builder = InlineRunner(stream.watch)
-    hashing, started = 0.0, time.process_time()
+    loading = hashing = 0.0
     loader = Loader(stream)
     while loader.stats().positions < _TOKENS:
+        started = time.process_time()
         try:
             records = loader.step_records()
         except StopIteration:
             break
-        before = time.process_time()
+        loaded = time.process_time()
         for mine in records.values():
             lane_digest(mine)
-        hashing += time.process_time() - before
-    deciding = time.process_time() - started - worker.measuring - worker.building - hashing
+        loading, hashing = loading + loaded - started, hashing + time.process_time() - loaded
     million = max(1, loader.stats().positions) / 1e6
-    measure = worker.measuring / max(1, worker.measured) * 1e6  # rows are measured ahead, more than were delivered
+    measured = max(1, worker.measured) / 1e6  # rows are measured ahead, more than were delivered
+    reading = sum(reader.reading for reader in worker.readers)
     return {
-        "read": read,
-        "measure": max(0.0, measure - read),
-        "mix and pack": deciding / million,
+        "read": reading / measured,
+        "measure": (worker.measuring - reading) / measured,
+        "mix and pack": (loading - worker.measuring - worker.building) / million,
         "materialise": worker.building / million,
         "digest": hashing / million,
     }
@@ -136,7 +157,7 @@ def show(stream: Stream, plan: StreamPlan, console: Console) -> None:
     work = ahead.get(run.runner, f"ahead, in {run.workers} processes")
     seconds = plan.cpu_s_per_mtoken
     packing = f"{recipe.packing.algorithm} into {batch.seq_len:,} positions"
-    lanes = "one finite decision stream" if recipe.finite else f"{recipe.lanes} lanes"
+    lanes = "one finite decision stream" if recipe.finite else f"{recipe.lanes} lane{'s' * (recipe.lanes > 1)}"
     stages = [
         (f"source order   window {recipe.window} rows, seed {recipe.seed}", None),
         (f"read and parse   tasks of {TASK_BYTES >> 10} KiB, {work}", seconds["read"]),
