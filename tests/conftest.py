@@ -1,7 +1,10 @@
 """What all tests share: fixtures, Hypothesis settings, and `--fail-on-skip`."""
 
+import os
 import sys
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: replays must add in the order of the runs
 
 import pytest
 from hypothesis import settings

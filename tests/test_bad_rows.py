@@ -1,5 +1,6 @@
 """Bad rows: each costs itself, is named once, and is the same for every number of ranks, runner and resume."""
 
+import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -261,3 +262,11 @@ def test_a_run_without_bad_rows_leaves_an_empty_skip_list(tmp_path: Path) -> Non
     for _ in range(2):
         SkipWriter(tmp_path / "skipped" / "rank_0.jsonl").close()
     assert read_skips(tmp_path / "skipped") == []
+
+
+def test_a_writer_that_is_dropped_loses_nothing_and_leaves_no_file_open(tmp_path: Path) -> None:
+    """An open file would be a ResourceWarning, and with it a failure."""
+    one = Skip("a", "a.jsonl, line 1, byte 0", "no JSON", 1, 0)
+    SkipWriter(tmp_path / "skips.jsonl").write([one])
+    gc.collect()
+    assert read_skips(tmp_path / "skips.jsonl") == [one]

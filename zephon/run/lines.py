@@ -3,6 +3,7 @@
 import contextlib
 import json
 import mmap
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +43,7 @@ class LineWriter:
                         whole = raw.rfind(b"\n") + 1
                     file.truncate(whole)
         self._file = path.open("ab")
+        weakref.finalize(self, self._file.close)  # who drops a writer loses nothing: `write` has flushed
 
     def write(self, values: Iterable[Mapping[str, Any]]) -> None:
         """Add lines; on disk, as far as this process goes, on return."""
