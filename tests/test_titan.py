@@ -113,6 +113,7 @@ def test_resumed_on_another_number_of_ranks_with_other_micro_batches(jobs: Path,
     assert max(abs(expected[step] - found[step]) for step in found) < 1e-5
 
 
+@pytest.mark.slow
 def test_isolated_loaders_with_worker_processes_train_the_same(jobs: Path) -> None:
     text = (jobs / "recipe.toml").read_text().replace('paths = ["', f'paths = ["{jobs}/')
     (jobs / "apart").mkdir()
@@ -124,6 +125,7 @@ def test_isolated_loaders_with_worker_processes_train_the_same(jobs: Path) -> No
     assert (folder / "checkpoint" / f"step-{STEPS}" / ".metadata").exists()
 
 
+@pytest.mark.slow
 def test_only_one_of_the_tensor_parallel_peers_writes(jobs: Path) -> None:
     folder = copy_step(jobs / "two", jobs / "tensor", SAVE)
     train(folder, 2, "--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "1")
@@ -244,6 +246,7 @@ def test_ranks_that_do_not_divide_the_lanes_are_refused(jobs: Path) -> None:
     assert not (odd.parent / "run" / "checkpoint").exists()
 
 
+@pytest.mark.slow
 def test_validation_over_all_documents_gives_the_same_loss_on_any_ranks(jobs: Path) -> None:
     seen: list[list[float]] = []
     for ranks in (1, 4):
