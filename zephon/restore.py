@@ -97,7 +97,7 @@ def compare_headers(saved: bytes, running: Mapping[str, Any], allow: Iterable[st
         ) from error
     could = {key: name for key in differing for name, one in PERMISSIONS.items() if re.fullmatch(one.fields, key)}
     more = ""
-    if running["mix"]["on_end"] != "repeat" and could.pop("global_batch_size", None):
+    if running.get("mix", {}).get("on_end", "repeat") != "repeat" and could.pop("global_batch_size", None):
         more = " The global batch size of a finite stream cannot change: it says which rank gets what."
     refused = {key: values for key, values in differing.items() if could.get(key) not in allow}
     if refused:

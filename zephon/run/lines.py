@@ -6,7 +6,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from zephon.errors import UsageError
 
@@ -43,7 +43,7 @@ class LineWriter:
                         whole = raw.rfind(b"\n") + 1
                     file.truncate(whole)
         self._file = path.open("ab")
-        weakref.finalize(self, self._file.close)  # who drops a writer loses nothing: `write` has flushed
+        weakref.finalize(self, _let_go, self._file)
 
     def write(self, values: Iterable[Mapping[str, Any]]) -> None:
         """Add lines; on disk, as far as this process goes, on return."""
@@ -54,6 +54,12 @@ class LineWriter:
     def close(self) -> None:
         with naming(self._path):
             self._file.close()
+
+
+def _let_go(file: IO[bytes]) -> None:
+    """Close the file of a writer that was dropped; nothing is lost: a write was flushed, or failed and said so."""
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 def read_lines(path: Path, parse: Callable[[bytes], T]) -> Iterator[T]:
