@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,6 @@ from zephon.order import Group, SourceOrder
 from zephon.state import Position
 from zephon.types import Measured, Ref, Sample, maker
 from zephon.worker import Handle, Runner, Source, Worker
-
-T = TypeVar("T")
 
 TASK_BYTES = 1024 * 1024
 """Raw bytes one task measures; the last lane that joins may bring more. A batch of 64 documents costs 0.014 CPU s per
@@ -167,7 +165,7 @@ def position_of(block: _Block, passed: int) -> Position:
 _REF, _SAMPLE, _AHEAD = maker(Ref), maker(Sample), attrgetter("ahead")
 
 
-def _some(found: Mapping[int, tuple[T, ...]], first: int, end: int) -> Iterable[tuple[T, ...]]:
+def _some(found: Mapping[int, tuple[Any, ...]], first: int, end: int) -> Iterable[tuple[Any, ...]]:
     """What some of the samples have, most none."""
     return [found.get(i, ()) for i in range(first, end)] if found else repeat(())
 

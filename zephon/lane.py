@@ -23,7 +23,6 @@ from zephon.types import Bad, Plan, Ref, Sample, Segment
 FEW_ROWS = 1000
 """A share of bad rows is of at least so many: the first row of a run may be bad."""
 
-_ANY = 1 << 62
 TOO_LONG = "too long"
 """Counter of the samples that [packing] too_long = "drop" leaves out."""
 
@@ -122,19 +121,17 @@ class Lane:
                 self._ended = not self._mixer.retire(i)
 
     def next_plan(self) -> Plan | None:
-        """Decide the next record; None when a finite stream has no more.
-
-        What happens once a piece is in one loop: calls took a quarter of the time to decide short documents.
-        """
+        """Decide the next record; None when a finite stream has no more."""
         if self._restored:
             self._take_up(*self._restored)
         feeds, held, offsets, mixed = self.feeds, self._held, self._offsets, self._mixed
         by_samples, most = self._mix.by_samples, self._mix.piece or sys.maxsize
         checked = bool(self._amid or self._mix.longest)
-        offer, charge, source, rest = self._packer.offer, self._mixer.charge, self._mixer.pick(), self._rest
-        while rest or not self._ended:
-            if rest:
-                sample, start, end = rest
+        # What happens once a piece is in one loop: calls took a quarter of the time to decide short documents.
+        offer, charge, source = self._packer.offer, self._mixer.charge, self._mixer.pick()
+        while self._rest or not self._ended:
+            if self._rest:
+                sample, start, end = self._rest
             else:
                 sample = held[source]
                 if sample is None:
@@ -157,11 +154,9 @@ class Lane:
                 mixed[source] += end - start
                 source = charge(source, 1 if by_samples else end - start)
             taken, plan = offer(sample, start, end)
-            rest = Segment(sample, taken, end) if taken < end else None
+            self._rest = Segment(sample, taken, end) if taken < end else None
             if plan is not None:
-                self._rest = rest
                 return plan
-        self._rest = None
         return self._packer.flush()
 
     def mark(self) -> Mark:
@@ -216,10 +211,9 @@ class Lane:
         fresh: int | None = None
         while True:
             if sample is None:
+                self._fill(feed)
                 if not feed.ready:
-                    self._fill(feed)
-                    if not feed.ready:
-                        return None
+                    return None
                 sample = feed.pop()
             if self._amid and (number := self._amid.pop(source, None)) is not None:
                 offset = self._offsets[source]
@@ -234,10 +228,12 @@ class Lane:
             draws = (feed.position().group - fresh - 1) * known.order.draws_per_group
             if draws > known.order.patience and known.order.groups is None:
                 if not (known.order.by_chance and known.has_usable_row()):
+                    counted = zip(known.counters, self._counts[source], strict=True)
+                    noted = ", ".join(f"{number} {name}" for name, number in counted if number)
                     raise DataError(
                         f"Source {known.name!r} gave lane {self.number} no usable sample in {draws} draws: "
-                        f"{self._reasons(source)}. The mix would wait for it for ever. Mend its data or its filter, or "
-                        "remove it from the recipe."
+                        f"{noted or 'all its rows gave nothing'}. The mix would wait for it for ever. Mend its data or "
+                        "its filter, or remove it from the recipe."
                     )
                 fresh = feed.position().group
             sample = None
@@ -278,10 +274,6 @@ class Lane:
                 f"{float(known.max_bad):g} allows; the last is {why.place}: {why.reason} The skip list names the "
                 "others. Mend the data, or raise max_bad, which changes no order: the run goes on from its last state."
             )
-
-    def _reasons(self, source: int) -> str:
-        counted = zip(self._sources[source].counters, self._counts[source], strict=True)
-        return ", ".join(f"{number} {name}" for name, number in counted if number) or "all its rows gave nothing"
 
 
 def _end(order: SourceOrder) -> Position | None:

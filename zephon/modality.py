@@ -147,8 +147,3 @@ def find_modality(name: str) -> type[Modality]:
             f"The modality {name!r} cannot be loaded: {error}. Install what it needs, for those that come with Zephon "
             f"with: pip install -e '.[image]' in a checkout."
         ) from error
-
-
-def modality_code(name: str) -> str:
-    """The `module:class` of a modality; imports nothing."""
-    return next((point.value for point in entry_points(group=GROUP) if point.name == name), "not installed")

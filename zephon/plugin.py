@@ -41,8 +41,6 @@ def find_named(key: str, name: str, folder: Path, wanted: str) -> Named:
     try:
         module = _beside(own) if own.is_file() else importlib.import_module(module_name)
         value = getattr(module, attribute)
-    except RecipeError:
-        raise
     except Exception as error:  # the module may raise anything
         raise RecipeError(
             f"{key} = {name!r} cannot be used: {error!r}. The module must lie beside the recipe as "
