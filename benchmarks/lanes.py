@@ -1,4 +1,4 @@
-"""What do many lanes on one rank cost: time, first batch, memory, state and resume?
+"""What do many lanes on one rank cost: time, first batch, memory, state, ledger and resume?
 
     python -m benchmarks.lanes RECIPE [--lanes 1 8 64 256] [--rounds 3] [--million 60] [--images 400]
 
@@ -6,7 +6,8 @@ Every run is a process of its own, in turns; the page cache and the row index ar
 tokenizer and done imports to the first micro-batch (index, first rows, order and all), `resume_s` the same from a
 state; both for micro-batches of `local` sequences. CPU is of all threads, per million tokens, or per image where the
 recipe has images. The search for garbage is off, as TorchTitan's trainer has it. Memory is what the process has at its
-end above what it has with the stream open.
+end above what it has with the stream open. `ledger_of_cpu` is the CPU time of hashing every batch, beside all else of
+the same steps.
 """
 
 import ctypes
@@ -19,6 +20,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import tyro
@@ -28,6 +30,8 @@ from benchmarks.report import about, write
 from zephon import Recipe, Stream
 from zephon.loader import Loader
 from zephon.modality import find_modality
+from zephon.run.hashing import Ledger
+from zephon.types import Batch
 
 
 @dataclass
@@ -103,13 +107,14 @@ def measure(args: Args, lanes: int) -> dict[str, Any]:
         unit, scale = ("image", 1e3) if has_images else ("token", 1e6)
         while not loader.between_steps:
             next(loader)
+        ledger = ledger_of_cpu(stream, loader, args.images / 2 if has_images else args.million * 1e6 / 4)
         took = [clock(loader.state_dict) for _ in range(9)]
         state, peak = loader.state_dict(), used()
         resume = clock(lambda: resumed(stream, state, args.local))
     return {
         "lanes": lanes, "cpu": cpu / done * scale, "rate": done / wall / (1 if has_images else 1e6), "first_s": first,
         "resume_s": resume, "state_dict_ms": 1e3 * statistics.median(took), "peak_mib": peak / 2**20,
-        "state_bytes_a_lane": sum(map(len, state.values())) / lanes, f"{unit}s": done,
+        "ledger_of_cpu": ledger, "state_bytes_a_lane": sum(map(len, state.values())) / lanes, f"{unit}s": done,
     }  # fmt: skip
 
 
@@ -128,9 +133,32 @@ def deliver(loader: Loader, amount: float) -> int:
     """Take micro-batches until so many tokens, or images, have come; returns how many did."""
     done = 0
     while done < amount:
-        batch = next(loader)
-        done += int((batch["grid_thw"].prod(axis=1) > 4).sum()) if "grid_thw" in batch else batch["input"].size
+        done += amount_of(next(loader))
     return done
+
+
+def amount_of(batch: Batch) -> int:
+    """Its images, where it may have some, or else its tokens."""
+    return int((batch["grid_thw"].prod(axis=1) > 4).sum()) if "grid_thw" in batch else batch["input"].size
+
+
+def ledger_of_cpu(stream: Stream, loader: Loader, amount: float) -> float:
+    """CPU time of the ledger that a trainer's rank writes, as a part of what the same steps cost without it."""
+    done, loading, hashing = 0, 0.0, 0.0
+    with TemporaryDirectory() as folder:
+        ledger = Ledger(stream.worker, loader.lanes, Path(folder, "ledger.jsonl"))
+        while done < amount or not loader.between_steps:
+            started = time.process_time()
+            batch = next(loader)
+            loaded = time.process_time()
+            ledger.add(batch)
+            if loader.between_steps:
+                ledger.write(loader.step)
+                ledger.flush()
+            loading, hashing = loading + loaded - started, hashing + time.process_time() - loaded
+            done += amount_of(batch)
+        ledger.close()
+    return hashing / loading
 
 
 def resumed(stream: Stream, state: dict[str, bytes], local: int) -> None:
