@@ -29,8 +29,8 @@ from zephon.catalogue import Catalogue, Shard
 from zephon.digest import lane_digest, step_digest
 from zephon.formats import parquet
 from zephon.formats.blobs import File
-from zephon.formats.groups import GROUPS, GroupCache
-from zephon.formats.parquet import CellBlob, ParquetReader, open_parquet
+from zephon.formats.cache import ByteCache
+from zephon.formats.parquet import GROUPS, CellBlob, ParquetReader, open_parquet
 from zephon.types import Bad, Blob
 
 
@@ -448,7 +448,7 @@ def key(number: int) -> Any:
 
 
 def test_the_cache_keeps_what_was_used_last_up_to_its_bytes() -> None:
-    cache = GroupCache(30, 30)
+    cache = ByteCache(30, 30)
     for number in (1, 2, 3, 1, 4):
         assert cache.get(key(number), lambda number=number: (f"group {number}", 10)) == f"group {number}"
     assert (cache.made, cache.bytes) == (4, 30)
@@ -460,7 +460,7 @@ def test_the_cache_keeps_what_was_used_last_up_to_its_bytes() -> None:
 
 
 def test_the_cache_grows_for_what_is_decoded_again_and_no_further() -> None:
-    cache = GroupCache(20, 50)
+    cache = ByteCache(20, 50)
     for _ in range(8):
         for number in range(4):
             cache.get(key(number), lambda: ("", 10))
@@ -479,7 +479,7 @@ def test_the_cache_grows_for_what_is_decoded_again_and_no_further() -> None:
 
 
 def test_a_failure_is_not_kept() -> None:
-    cache = GroupCache(20, 50)
+    cache = ByteCache(20, 50)
 
     def fail() -> tuple[Any, int]:
         raise DataError("damaged")

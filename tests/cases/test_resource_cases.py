@@ -30,7 +30,7 @@ from cases.makers import (
 from zephon import DataError, Stream
 from zephon.command.rehearse import process_tree
 from zephon.formats import parquet
-from zephon.formats.groups import KEPT_BYTES, GroupCache
+from zephon.formats.cache import ByteCache
 from zephon.recipe import Recipe
 
 
@@ -46,7 +46,7 @@ def test_memory_is_flat_while_parquet_is_read(tmp_path: Path, monkeypatch: pytes
 
     https://github.com/apache/arrow/issues/39808, https://github.com/huggingface/datasets/issues/4883
     """
-    monkeypatch.setattr(parquet, "GROUPS", GroupCache(KEPT_BYTES, 0))  # what other tests read is none of ours
+    monkeypatch.setattr(parquet, "GROUPS", ByteCache(parquet.KEPT_BYTES, 0))  # what other tests read is none of ours
     ballast, texts = ["x" * 20_000] * 50, [exactly(f"r{i}", 500) for i in range(3000)]
     with pq.ParquetWriter(
         tmp_path / "x.parquet", pa.schema([("text", "string"), ("more", "string")]), use_dictionary=False

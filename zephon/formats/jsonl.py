@@ -11,9 +11,7 @@ decompressed copy. Several threads may read at once: a file is closed when the l
 
 import functools
 import json
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -22,6 +20,7 @@ from numpy.typing import NDArray
 
 from zephon.errors import DataError
 from zephon.formats.blobs import OpenFiles, open_files
+from zephon.formats.cache import ByteCache
 from zephon.formats.compressed import Codec, Descriptor, decompress
 from zephon.formats.index import LineIndex
 from zephon.formats.lines import BLANK, ROW_BYTES, Offsets
@@ -46,13 +45,13 @@ class JsonlReader:
     """
 
     def __init__(
-        self, indexes: Sequence[LineIndex], kept: "MemberCache | None" = None, open_files: int = OPEN_FILES
+        self, indexes: Sequence[LineIndex], kept: ByteCache | None = None, open_files: int = OPEN_FILES
     ) -> None:
         self._indexes = list(indexes)
         rows = np.asarray([index.shard.rows for index in indexes], dtype=np.int64)
         self._first = np.cumsum(rows) - rows
         self.row_bytes = max(1, sum(index.shard.bytes for index in indexes) // max(1, int(rows.sum())))
-        kept = kept or MemberCache(KEPT_BYTES)
+        kept = kept or ByteCache(KEPT_BYTES, KEPT_BYTES)
         self._members = [
             Members(index.shard.path, index.codec, index.members, kept)
             if index.codec and index.members is not None
@@ -136,33 +135,6 @@ class JsonlReader:
             index.copy = None
 
 
-class MemberCache:
-    """The members that were used last, up to `limit` bytes; threads and files may share one.
-
-    Attributes:
-        bytes: what is kept.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self.bytes = limit, 0
-        self._lock, self._kept = threading.Lock(), OrderedDict[tuple[object, int], bytes]()
-
-    def get(self, key: tuple[object, int], make: Callable[[], bytes]) -> bytes:
-        """The member, made where it is not kept. Two threads may make the same one; neither waits for the other."""
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        made = make()
-        with self._lock:
-            if key not in self._kept and len(made) <= self._limit:
-                while self.bytes + len(made) > self._limit:
-                    self.bytes -= len(self._kept.popitem(last=False)[1])
-                self._kept[key] = made
-                self.bytes += len(made)
-        return made
-
-
 class Members:
     """The text of a compressed file whose members are small. Several threads may read.
 
@@ -173,7 +145,7 @@ class Members:
         kept: keeps them.
     """
 
-    def __init__(self, path: str, codec: Codec, members: Offsets, kept: MemberCache) -> None:
+    def __init__(self, path: str, codec: Codec, members: Offsets, kept: ByteCache) -> None:
         self._path, self._codec, self._kept = path, codec, kept
         self._compressed, self._plain = map(np.asarray, members)
 
@@ -183,13 +155,15 @@ class Members:
         parts: list[bytes] = []
         while at < end:
             base, stop = int(self._plain[member]), int(self._plain[member + 1])
-            whole = self._kept.get((self, member), functools.partial(self._decompress, fd, member, stop - base))
+            whole: bytes = self._kept.get(
+                (self, member, None), functools.partial(self._decompress, fd, member, stop - base)
+            )
             parts.append(whole[at - base : end - base])
             at, member = stop, member + 1
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _decompress(self, fd: int, member: int, size: int) -> bytes:
-        """One member, read to its end: only there its checksum is compared."""
+    def _decompress(self, fd: int, member: int, size: int) -> tuple[bytes, int]:
+        """One member and its size, read to its end: only there its checksum is compared."""
         at = first = int(self._compressed[member])
         end = int(self._compressed[member + 1])
 
@@ -211,7 +185,7 @@ class Members:
                 "bytes of text that the index promises: the file was changed while the run read it. Put the old file "
                 "back, or start a new run on the new one."
             )
-        return b"".join(pieces)
+        return b"".join(pieces), size
 
 
 def _parse(raw: bytes) -> Row | Bad:

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from zephon.catalogue import Shard
 from zephon.errors import RecipeError
+from zephon.formats.cache import ByteCache
 from zephon.formats.compressed import CODECS, codec_of
 from zephon.formats.index import Progress, index_files
-from zephon.formats.jsonl import KEPT_BYTES, OPEN_FILES, JsonlReader, MemberCache
+from zephon.formats.jsonl import KEPT_BYTES, OPEN_FILES, JsonlReader
 from zephon.recipe import SourceSpec
 from zephon.run.budget import MEMORY, Budget
 from zephon.worker import RowReader
@@ -120,7 +121,8 @@ def open_sources(
 
 def _open_jsonl(sources: _Sources, cache: Path, progress: Progress | None, budget: Budget) -> dict[str, Opened]:
     indexed = {one.shard.path: one for one in index_files(_every(sources), cache, progress)}
-    kept = MemberCache(min(KEPT_BYTES, budget.members))
+    most = min(KEPT_BYTES, budget.members)
+    kept = ByteCache(most, most)
     share, opened = max(2, OPEN_FILES // len(sources)), dict[str, Opened]()
     for source, files in sources.items():
         mine = [indexed[str(path)].named(name) for name, path in files.items()]

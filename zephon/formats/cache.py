@@ -1,24 +1,19 @@
-"""Decoded row groups of Parquet files, kept for as long as there is room."""
+"""What costs much to make again, kept for as long as there is room: row groups, members of compressed files."""
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Set
 from typing import Any
 
-from zephon.formats.blobs import File
-
-KEPT_BYTES = 64 * 1024 * 1024
-"""Decoded row groups that a process keeps at first (one if that is larger). Two sources of text in groups of 7.6 MiB
-need 64 to 69 MiB with one lane on the rank, 99 with 8 of 64, 445 with 64 (777 after 240 Mtoken)."""
-
-_Key = tuple[File, int, str | None]  # row group, and the column where it is not all of them; -1 for the footer
+_Key = tuple[Hashable, int, str | None]
+"""File, number of the part, and its column where it is not all of them."""
 
 
-class GroupCache:
-    """What was decoded last, up to so many bytes; the threads and sources of a process share it.
+class ByteCache:
+    """What was decoded last, up to so many bytes or else one that is larger; threads and files share it.
 
     It keeps `kept` at first, and grows up to `most` where it must: what is decoded again although it was dropped lately
-    makes room for itself. So a rank that hosts few lanes, which are amid few groups, stays small.
+    makes room for itself. So a rank that hosts few lanes, which are amid few row groups, stays small.
     """
 
     def __init__(self, kept: int, most: int) -> None:
@@ -53,7 +48,7 @@ class GroupCache:
         with self._lock:
             self._most += size
 
-    def forget(self, files: set[File]) -> None:
+    def forget(self, files: Set[Hashable]) -> None:
         """Drop all of some files."""
         with self._lock:
             self._limit = self._start
@@ -73,7 +68,3 @@ class GroupCache:
             self.bytes, self._dropped_bytes = self.bytes - size, self._dropped_bytes + size
         while self._dropped_bytes > self._most:
             self._dropped_bytes -= self._dropped.popitem(last=False)[1]
-
-
-GROUPS = GroupCache(KEPT_BYTES, 0)
-"""Of this process; every open source lends it what it may hold."""
