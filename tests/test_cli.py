@@ -490,6 +490,15 @@ def test_ranks_share_sequences_of_a_finite_stream(tmp_path: Path) -> None:
         assert "3 data-parallel ranks cannot share the 8 sequences of a global batch" in " ".join(done.stderr.split())
 
 
+def test_check_speaks_of_lanes_where_there_are_some(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for make, said in ((lambda: recipe, True), (lambda: finite(tmp_path), False)):
+        code, out = run(capsys, "check", make())
+        assert (code, "lanes a rank" in out) == (0, said)
+        assert "sequences a rank" in out
+
+
 def test_files_of_two_saves_are_no_state(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A save over another of that step, after an allowed difference, was killed half-way."""
     saved, other = recipe.parent / "saved", recipe.parent / "other"

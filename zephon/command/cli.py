@@ -118,9 +118,13 @@ def _show_check(rows: list[dict[str, Any]], worlds: list[dict[str, Any]], stream
                 f"{stream.recipe.lanes} lanes: every lane walks all of it by itself, so lanes may hold the "
                 "same row at the same time. Smaller chunk_rows or fewer lanes avoid it.[/]"
             )
-    table = Table("data-parallel ranks", "lanes a rank", "sequences a rank and step", title="Ranks that work")
+    columns = {"dp": "data-parallel ranks", "lanes_per_rank": "lanes a rank"}
+    if stream.recipe.finite:
+        del columns["lanes_per_rank"]
+    columns["sequences_per_rank"] = "sequences a rank and step"
+    table = Table(*columns.values(), title="Ranks that work")
     for world in worlds:
-        table.add_row(*map(str, world.values()))
+        table.add_row(*(str(world[key]) for key in columns))
     out.print(table)
     out.print("[green]The recipe holds.[/]")
 
