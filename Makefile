@@ -31,7 +31,8 @@ test: $(STAMP)  ## the tests, without the slow ones (about 11 minutes on 2 cores
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow'
 
 test-all: $(STAMP)  ## all tests; a skipped one fails, unless a GPU is missing
-	$(BIN)/python -m pytest -n auto --dist worksteal --fail-on-skip
+	$(BIN)/python -m pytest -n auto --dist worksteal --fail-on-skip -m 'not alone'
+	$(BIN)/python -m pytest --fail-on-skip -m alone
 
 lint: $(STAMP)  ## ruff and pyright
 	$(BIN)/ruff check .

