@@ -19,10 +19,16 @@ def what_is_left(folder: Path, shared: dict[str, int]) -> list[str]:
     while marked(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     left = [*ended(folder), *(f"temporary file {one}" for one in files_below(folder / "tmp"))]
+    return left + [f"shared memory {name}" for name in names_left(shared)]
+
+
+def names_left(shared: dict[str, int]) -> list[str]:
+    """New names in shared memory, but those that other processes have mapped: they are none of ours."""
     new = shared_memory().items() - shared.items()
-    maps = b"\n".join(proc(one.name, "maps") for one in Path("/proc").glob("[0-9]*")).splitlines()
-    held = {int(line.split()[4]) for line in maps if b"/dev/shm/" in line}  # by others, who are none of ours
-    return left + [f"shared memory {name}" for name, file in new & shared_memory().items() if file not in held]
+    others = (one.name for one in Path("/proc").glob("[0-9]*") if one.name != str(os.getpid()))
+    maps = b"\n".join(proc(pid, "maps") for pid in others).splitlines()
+    held = {int(line.split()[4]) for line in maps if b"/dev/shm/" in line}
+    return [name for name, file in new & shared_memory().items() if file not in held]
 
 
 def files_below(folder: Path) -> dict[str, bytes]:

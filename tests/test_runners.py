@@ -1,6 +1,7 @@
 """Who does the work never changes data, and nobody who dies leaves anything behind."""
 
 import gc
+import mmap
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import pytest
 from small import with_run, write_recipe
 
 import zephon
+from benchmarks.leftovers import names_left, shared_memory
 from zephon import DataError, Loader, Recipe, Stream, UsageError
 from zephon.command.rehearse import process_tree
 from zephon.digest import lane_digest, step_digest
@@ -82,19 +84,39 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
         os.sched_yield()
 
 
+def test_what_is_left_in_shared_memory_is_told_from_what_others_use() -> None:
+    before = shared_memory()
+    code = "import multiprocessing as m; lock = m.get_context('spawn').Lock(); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert shared_memory().items() - before.items()
+        assert not names_left(before)
+        mine = Path("/dev/shm", f"zephon-test-{os.getpid()}")
+        mine.write_bytes(b"x")
+        try:
+            assert names_left(before) == [mine.name]
+            with mine.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+                assert names_left(before) == [mine.name]
+        finally:
+            mine.unlink()
+        assert not names_left(before)
+        other.communicate(b"\n")
+
+
 @pytest.mark.parametrize("variant", ["process 2", "process 1 isolate"])
 def test_closing_leaves_no_process_thread_or_file(recipe: Path, variant: str) -> None:
     import threading
 
-    before, threads = set(process_tree(os.getpid())), threading.active_count()
-    shared, files = {*Path("/dev/shm").iterdir()}, len([*Path("/proc/self/fd").iterdir()])
+    before, threads = set(process_tree(os.getpid())), set(threading.enumerate())
+    shared, files = shared_memory(), len([*Path("/proc/self/fd").iterdir()])
     with Stream.open(with_run(recipe, variant)) as stream:
         loader = stream.loader()
         next(loader)
         assert left_over(before)
     assert not left_over(before)
-    assert threading.active_count() == threads
-    assert {*Path("/dev/shm").iterdir()} <= shared
+    assert not set(threading.enumerate()) - threads
+    assert not names_left(shared)
     del loader, stream
     gc.collect()
     assert len([*Path("/proc/self/fd").iterdir()]) <= files

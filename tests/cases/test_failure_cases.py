@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from worlds import tokenizer_folder
 
+from benchmarks.leftovers import names_left, shared_memory
 from cases.makers import corpus, document, images, lines, own_code, pairs, ranks, recipe, row, source, tar, trace
 from modalities.tokenizer import TextTokenizer
 from zephon import DataError, Stream
@@ -245,7 +246,7 @@ def test_a_start_does_not_depend_on_how_the_last_run_ended(tmp_path: Path) -> No
     """
     corpus(tmp_path, 4, 25)
     path = recipe(tmp_path, source("*.jsonl"), lanes=2, size=4, more=run("process"))
-    shared = set(Path("/dev/shm").iterdir())
+    shared = shared_memory()
     cached: list[int] = []
     for _ in range(2):
         victim = subprocess.Popen([sys.executable, "-c", VICTIM, str(path)], stdout=subprocess.PIPE)
@@ -262,4 +263,4 @@ def test_a_start_does_not_depend_on_how_the_last_run_ended(tmp_path: Path) -> No
     with Stream.open(recipe(tmp_path, source("*.jsonl"), lanes=2, size=4)) as stream:
         alone = trace(ranks(stream, 1), 6)
     assert traces == [[digest] for digest in alone for _ in range(2)]
-    assert set(Path("/dev/shm").iterdir()) <= shared
+    assert not names_left(shared)
