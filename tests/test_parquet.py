@@ -487,6 +487,7 @@ def test_a_failure_is_not_kept() -> None:
     for _ in range(2):
         with pytest.raises(DataError):
             cache.get(key(1), fail)
+    assert not cache._making  # nor is anything of it
     assert cache.get(key(1), lambda: ("good", 1)) == "good"
 
 

@@ -34,13 +34,15 @@ class ByteCache:
         if (found := self.find(key)) is None:
             with self._lock:
                 turn = self._making.setdefault(key, threading.Lock())
-            with turn:
-                if (found := self.find(key)) is None:
-                    found, size = make()
-                    with self._lock:
-                        self._keep(key, found, size)
-            with self._lock:
-                self._making.pop(key, None)
+            try:
+                with turn:
+                    if (found := self.find(key)) is None:
+                        found, size = make()
+                        with self._lock:
+                            self._keep(key, found, size)
+            finally:
+                with self._lock:
+                    self._making.pop(key, None)
         return found
 
     def lend(self, size: int) -> None:
