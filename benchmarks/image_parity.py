@@ -28,7 +28,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 
 from benchmarks import report
 from modalities.geometry import Geometry, expand, patchify
-from modalities.headers import read_size
+from modalities.headers import read_header
 from modalities.images import codec_versions, load
 from modalities.presets import PRESETS
 
@@ -118,7 +118,7 @@ def parity(pictures: list[Member], name: str, other: Callable[..., Any]) -> dict
     """Differences in levels of 255; `grids` counts the images whose grids differ."""
     geometry, grids, means, most = PRESETS[name].geometry, 0, list[float](), 0.0
     for picture in pictures:
-        size = read_size(picture)
+        size = read_header(picture).shown()
         ours = expand(torch.from_numpy(patches(picture.read(), size, geometry)), geometry, HALF, HALF)
         theirs, grid = other(picture.read(), geometry)
         if grid != list(geometry.grid(*geometry.target(*size))):
@@ -140,15 +140,15 @@ def cost(pictures: list[Member], rounds: int) -> dict[str, Any]:
     """CPU ms an image, median of the rounds."""
     geometry = replace(PRESETS["qwen3_5"].geometry, max_pixels=262_144)
     files = [one.read() for one in pictures]
-    sizes = [read_size(one) for one in pictures]
+    sizes = [read_header(one).shown() for one in pictures]
     targets = [geometry.target(*size) for size in sizes]
     loaded = [load(data, target) for data, target in zip(files, targets, strict=True)]
     stages: dict[str, Callable[[int], object]] = {
         "ours: header, decode, resize, patchify": lambda i: patches(
-            pictures[i].read(), read_size(pictures[i]), geometry
+            pictures[i].read(), read_header(pictures[i]).shown(), geometry
         ),
         "least possible: torchvision's decode and resize": lambda i: floor(files[i], targets[i]),
-        "of that: header, from the tar": lambda i: read_size(pictures[i]),
+        "of that: header, from the tar": lambda i: read_header(pictures[i]).shown(),
         "of that: target size": lambda i: geometry.target(*sizes[i]),
         "of that: decode": lambda i: load(files[i], sizes[i]),
         "of that: decode and resize": lambda i: load(files[i], targets[i]),

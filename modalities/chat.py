@@ -13,12 +13,13 @@ import numpy as np
 
 from modalities.control import Sample, Writer, Written
 from modalities.encoder import EncodeError
-from modalities.options import Options
 from modalities.sequences import build, split
 from modalities.talk import BadTalkError, Talk, read_talk, strings
 from modalities.template import RenderError, Template
 from modalities.tokenizer import TextTokenizer
 from zephon.modality import BadRowError, Context
+from zephon.recipe import SOURCE_KEYS
+from zephon.section import Section
 from zephon.types import Batch, Measured, Plan, Record, Row
 
 _NONE, _SURROGATES, _SPELLS, _CUT, _LONG = (
@@ -74,10 +75,11 @@ class Chat:
     counters = (_NONE, _SURROGATES, _SPELLS, _CUT, _LONG)
 
     def __init__(self, options: Mapping[str, Any], context: Context) -> None:
-        given = Options("chat", options, ("messages", "tools", "loss", "too_long"))
-        self._messages, self._tools = given.field("messages", "messages"), given.field("tools", "tools")
-        self._loss = given.choice("loss", ("all", "last"))
-        self._too_long = given.choice("too_long", ("keep", "cut", "drop"))
+        given = Section(options, "modality 'chat':")
+        self._messages, self._tools = given.take("messages", str, "messages"), given.take("tools", str, "tools")
+        self._loss = given.choice("loss", ["all", "last"], "all")
+        self._too_long = given.choice("too_long", ["keep", "cut", "drop"], "keep")
+        given.done(SOURCE_KEYS)
         self._seq_len, self._extras = context.seq_len, context.extras
         self._tokenizer = TextTokenizer.of(context, "a chat source")
         self._template: Template = context.share(

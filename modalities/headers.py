@@ -35,6 +35,7 @@ class Header(NamedTuple):
     channels: int = 3  # of JPEG
 
     def shown(self) -> Size:
+        """(height, width) of the picture as it is shown, turned as EXIF says."""
         return (self.width, self.height) if self.turn > 4 else (self.height, self.width)
 
 
@@ -56,8 +57,8 @@ class Prefix:
         return self._data[:32]
 
 
-def read_size(blob: Blob) -> Size:
-    """Height and width of a picture as it is shown, from its header alone.
+def read_header(blob: Blob) -> Header:
+    """What the header of a picture says.
 
     Reads 4 KiB, then 64 KiB and so on where a header is longer; a WebP whose flags promise EXIF is read up to it. Takes
     15 µs of CPU for a JPEG in a tar file in the page cache.
@@ -65,17 +66,9 @@ def read_size(blob: Blob) -> Size:
     Args:
         blob: the file.
 
-    Returns:
-        (height, width), EXIF orientation applied.
-
     Raises:
         ImageError: it is empty or of another format, its header is broken, or it is too large.
     """
-    return read_header(blob).shown()
-
-
-def read_header(blob: Blob) -> Header:
-    """What the header says; refuses what must not be decoded."""
     if not blob.size:
         raise ImageError("an empty file")
     if blob.size > MAX_SOURCE_BYTES:

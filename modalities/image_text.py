@@ -19,14 +19,15 @@ from modalities.geometry import Geometry, ImageError, expand, patchify
 from modalities.headers import Header, read_header
 from modalities.images import codec_versions, load
 from modalities.media import MediaError
-from modalities.options import Options
-from modalities.parts import OPTIONS, Layout, Part, PartsError
+from modalities.parts import Layout, Part, PartsError
 from modalities.presets import PRESETS, Preset
 from modalities.sequences import IGNORED, Ids, build
 from modalities.spans import Picture, fit, grid_positions
 from modalities.tokenizer import TextTokenizer
 from zephon.errors import DataError, RecipeError, UsageError
 from zephon.modality import LATE, BadRowError, Context
+from zephon.recipe import SOURCE_KEYS
+from zephon.section import Section, show
 from zephon.types import Atom, Batch, Measured, Plan, Record, Ref, Row, Sample
 
 logger = logging.getLogger(__name__)
@@ -90,23 +91,23 @@ class ImageText:
 
     def __init__(self, options: Mapping[str, Any], context: Context) -> None:
         sizes = ("min_pixels", "max_pixels", "max_patches", "max_patches_per_side")
-        rules = ("preset", "pixels", "background", "over_budget", "keep_whole")
-        given = Options("image_text", options, (*OPTIONS, *rules, *sizes))
+        given = Section(options, "modality 'image_text':")
         self._layout = Layout.of(given, context.folder)
-        self.preset = PRESETS[given.choice("preset", list(PRESETS))]
-        asked = {name: given.number(name) for name in sizes}
+        self.preset = PRESETS[given.choice("preset", list(PRESETS), next(iter(PRESETS)))]
+        asked = {name: given.number(name, 1, None) for name in sizes}
         self.geometry: Geometry = _changed(self.preset.geometry, asked)
-        self._floats = given.choice("pixels", ("uint8", "float32")) == "float32"
-        self._over = given.choice("over_budget", ("split", "shrink", "drop"))
-        self._whole = given.flag("keep_whole", True)
-        self._style = Style(given.colour("background", (255, 255, 255)), context.on_error == "raise")
+        self._floats = given.choice("pixels", ["uint8", "float32"], "uint8") == "float32"
+        self._over = given.choice("over_budget", ["split", "shrink", "drop"], "split")
+        self._whole = given.take("keep_whole", bool, True)
+        self._style = Style(_colour(given, "background", [255, 255, 255]), context.on_error == "raise")
+        given.done(SOURCE_KEYS)
         self._tokenizer = TextTokenizer.of(context, "an image_text source")
         self.marks = Marks.of(self._tokenizer, self.preset)
         self._seq_len, self._extras = context.seq_len, context.extras
         patches, images = (context.budgets.get(name, 2**62) for name in self.costs)
         self._most = context.seq_len, patches, images
         shown = {**vars(self.geometry), "mrope": self.preset.mrope, "floats": self._floats}
-        for one in ("min_pixels", "max_pixels", "max_patches", "max_patches_per_side"):
+        for one in sizes:
             shown.pop(one)  # sources may differ in how large their images are
         self.family = f"images {shown}"
         self.filler = self._null_image()
@@ -320,6 +321,17 @@ class ImageText:
         import torch
 
         return expand(torch.from_numpy(patches), self.geometry, self.preset.mean, self.preset.std).numpy()
+
+
+def _colour(given: Section, key: str, default: list[int]) -> tuple[int, int, int]:
+    """Red, green and blue, from 0 to 255 each."""
+    value = given.raw(key, default)
+    if not isinstance(value, list) or len(value) != 3 or not all(type(one) is int and 0 <= one <= 255 for one in value):
+        label = given.label(key)
+        raise RecipeError(
+            f"{label} must be red, green and blue from 0 to 255, as [255, 255, 255]; it is {show(value)}."
+        )
+    return (value[0], value[1], value[2])
 
 
 def _changed(geometry: Geometry, asked: Mapping[str, int | None]) -> Geometry:

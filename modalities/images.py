@@ -60,8 +60,8 @@ def load(data: bytes, size: Size, background: Color = (255, 255, 255), header: H
         uint8 [height, width, 3], of any strides.
 
     Raises:
-        ImageError: as of `read_size`; or the file is broken, cut off, or of another size than its header says. JPEG has
-            no checksum: there, data that ends early is found where the right edge would be gray (not in later
+        ImageError: as of `read_header`; or the file is broken, cut off, or of another size than its header says. JPEG
+            has no checksum: there, data that ends early is found where the right edge would be gray (not in later
             scans of a progressive one), flipped bits are not.
         UsageError: `PIL.ImageFile.LOAD_TRUNCATED_IMAGES` is set, and this is a GIF, a BMP, or a WebP with alpha or
             animation.

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from modalities.media import MediaError, media, text_of
-from modalities.options import Options
+from zephon.section import Section
 from zephon.types import Blob, Row
 
 Part: TypeAlias = str | Blob
 
-LAYOUTS = ("image_first", "image_last", "marker", "interleaved", "parts")
-OPTIONS = ("layout", "image", "text", "marker", "folder")
+LAYOUTS = ["image_first", "image_last", "marker", "interleaved", "parts"]
 
-IMAGE_FIELDS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "image", "images")
-TEXT_FIELDS = ("txt", "text", "caption", "texts", "parts", "content")
+IMAGE_FIELDS = ["jpg", "jpeg", "png", "webp", "gif", "bmp", "image", "images"]
+TEXT_FIELDS = ["txt", "text", "caption", "texts", "parts", "content"]
+_NAMES = "the name of a field, or a list of names of which a row has one"
 
 
 class PartsError(ValueError):
@@ -41,14 +41,14 @@ class Layout:
     folder: Path
 
     @staticmethod
-    def of(options: Options, folder: Path) -> "Layout":
+    def of(given: Section, folder: Path) -> "Layout":
         """The layout that a source asks for; `folder` is the recipe's."""
         return Layout(
-            options.choice("layout", LAYOUTS),
-            options.fields("image", IMAGE_FIELDS),
-            options.fields("text", TEXT_FIELDS),
-            options.field("marker", "<image>"),
-            folder / Path(options.field("folder", "")).expanduser(),
+            given.choice("layout", LAYOUTS, LAYOUTS[0]),
+            given.words("image", _NAMES, IMAGE_FIELDS),
+            given.words("text", _NAMES, TEXT_FIELDS),
+            given.take("marker", str, "<image>"),
+            folder / Path(given.take("folder", str, "")).expanduser(),
         )
 
     def fingerprint(self) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from modalities.encoder import EncodeError
 from modalities.media import MediaError, text_of
-from modalities.options import Options
 from modalities.sequences import build, split
 from modalities.tokenizer import TextTokenizer
 from zephon.errors import nearest
 from zephon.modality import BadRowError, Context
+from zephon.recipe import SOURCE_KEYS
+from zephon.section import Section
 from zephon.types import Batch, Measured, Plan, Record, Row
 
 
@@ -37,7 +38,9 @@ class Text:
     counters = ("empty", "surrogates", "special tokens in text")
 
     def __init__(self, options: Mapping[str, Any], context: Context) -> None:
-        self._field = Options("text", options, ("text",)).field("text", "text")
+        given = Section(options, "modality 'text':")
+        self._field = given.take("text", str, "text")
+        given.done(SOURCE_KEYS)
         self._seq_len, self._extras = context.seq_len, context.extras
         self._tokenizer = TextTokenizer.of(context, "a text source")
 

@@ -28,7 +28,7 @@ from PIL import Image
 
 from modalities import images
 from modalities.geometry import ImageError
-from modalities.headers import read_size
+from modalities.headers import read_header
 from modalities.images import load
 from modalities.media import Bytes, MediaError, media
 from zephon import DataError
@@ -129,7 +129,7 @@ def png(width: int, height: int, body: bytes) -> bytes:
 def test_a_picture_with_more_pixels_than_the_limit_is_refused_by_its_header() -> None:
     bomb = png(60_000, 60_000, zlib.compress(bytes(100 * MIB), 9))
     assert len(bomb) < 110_000
-    for read in (lambda: read_size(Bytes(bomb)), lambda: load(bomb, (28, 28))):
+    for read in (lambda: read_header(Bytes(bomb)).shown(), lambda: load(bomb, (28, 28))):
         with at_most(MIB, 0.5), pytest.raises(ImageError, match="60,000 by 60,000 .*at most 89,478,485 in all"):
             read()
 
@@ -158,7 +158,7 @@ def test_a_file_that_is_too_large_for_a_picture_is_not_read(tmp_path: Path) -> N
         file.write(png(8, 8, b""))
         file.truncate(8 * 1024**3)  # holes: it takes no disk
     with at_most(MIB, 0.5), pytest.raises(ImageError, match="8,589,934,592 bytes; at most 1,073,741,824"):
-        read_size(path_blob(path))
+        read_header(path_blob(path)).shown()
 
 
 def test_a_dictionary_that_makes_gigabytes_of_kilobytes_is_refused(

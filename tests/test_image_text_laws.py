@@ -58,7 +58,7 @@ from worlds import Fleet, SourceSpec, byte_letters, check_resumes, cut_in_shards
 
 import zephon
 from modalities.geometry import ImageError, expand
-from modalities.headers import read_size
+from modalities.headers import read_header
 from modalities.images import load
 from modalities.media import Bytes
 from zephon.digest import lane_digest, step_digest
@@ -535,6 +535,27 @@ def modality(world: ImageWorld, folder: Path, **options: Any) -> Any:
     return find_modality("image_text")(given, Context(world.seq_len, spec, (), budgets, folder, "skip"))
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_pixel": 4096}, r"max_pixel is not a known key; .* takes layout, .*Did you mean 'max_pixels'\?"),
+        ({"weigth": 1}, r"every source takes name, .*Did you mean 'weight'\?"),
+        ({"preset": "qwen"}, "preset must be one of 'qwen3_5'"),
+        ({"min_pixels": 0}, "min_pixels must be from 1"),
+        ({"keep_whole": 1}, "keep_whole must be true or false, it is 1"),
+        ({"image": []}, r"image must be the name of a field, or a list .*, it is \[\]"),
+        ({"text": ["txt", 3]}, "text must be the name of a field, or a list"),
+        ({"background": [255, 255]}, r"background must be red, green and blue from 0 to 255, .* it is \[255, 255\]"),
+        ({"background": [255, 255, True]}, "background must be red, green and blue"),
+        ({"background": [0, 0, 256]}, "background must be red, green and blue"),
+        ({"background": "white"}, "background must be red, green and blue .* it is 'white'"),
+    ],
+)
+def test_options_are_strict(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(zephon.RecipeError, match=f"modality 'image_text': .*{says}"):
+        modality(ImageWorld(sources=(), seq_len=40, patches=40, images=5, tokenizer="eos"), Path(), **options)
+
+
 def in_memory(row: Row) -> dict[str, Any]:
     return stored(row, "parts", lambda _, img: {"bytes": b"" if img is None else file_bytes(img), "path": None})
 
@@ -936,7 +957,7 @@ def test_broken_damaged_files_have_a_whole_header_and_cannot_be_decoded() -> Non
     for kind in ("JPEG", "PNG", "WEBP", "GIF"):
         for seed in range(6):
             img = Img(kind, 40, 30 + seed, seed, "data")
-            assert read_size(Bytes(file_bytes(img))) == (40, 30 + seed)
+            assert read_header(Bytes(file_bytes(img))).shown() == (40, 30 + seed)
             with pytest.raises(ImageError):
                 load(file_bytes(img), (40, 30))
 

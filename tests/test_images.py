@@ -30,7 +30,7 @@ from torchtitan.hf_datasets.multimodal.utils import image as titan
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from modalities.geometry import Geometry, ImageError, expand, patchify
-from modalities.headers import MAX_SOURCE_PIXELS, read_size
+from modalities.headers import MAX_SOURCE_PIXELS, read_header
 from modalities.images import codec_versions, load
 from modalities.presets import PRESETS
 from zephon.errors import UsageError
@@ -118,7 +118,7 @@ PICTURES = dict(ordinary())
 
 
 def ours(data: bytes, geometry: Geometry) -> tuple[torch.Tensor, list[int]]:
-    size = geometry.target(*read_size(File(data)))
+    size = geometry.target(*read_header(File(data)).shown())
     found = torch.from_numpy(patchify(load(data, size), geometry))
     return expand(found, geometry, HALF, HALF), list(geometry.grid(*size))
 
@@ -313,7 +313,7 @@ def test_pixels_are_those_of_transformers() -> None:
 
 def test_pixels_are_those_of_pillow() -> None:
     for name, data in (*PICTURES.items(), *real()):
-        size = QWEN2.target(*read_size(File(data)))
+        size = QWEN2.target(*read_header(File(data)).shown())
         with Image.open(io.BytesIO(data)) as image:
             theirs = np.asarray(image.convert("RGB").resize(size[::-1], Image.Resampling.BICUBIC)).astype(int)
         assert np.abs(load(data, size) - theirs).mean() <= MEAN, name
@@ -425,7 +425,7 @@ def test_odd_files(name: str) -> None:
             ours(case.data, QWEN2)
         assert (theirs is None) == (case.there in ("none", "crash"))
         return
-    assert read_size(File(case.data)) == case.expected
+    assert read_header(File(case.data)).shown() == case.expected
     found, grid = ours(case.data, QWEN2)
     if theirs is None:
         assert case.there == "none"
@@ -461,8 +461,8 @@ def test_a_turned_picture_is_the_upright_one(turn: int) -> None:
     """Resized before it is turned, which is quick, and differs little where rows have become columns."""
     data = saved(picture(300, 410), "PNG", exif=exif(turn))
     plain = saved(Image.fromarray(upright(data).astype(np.uint8)), "PNG")
-    size = QWEN2.target(*read_size(File(plain)))
-    assert size == QWEN2.target(*read_size(File(data)))
+    size = QWEN2.target(*read_header(File(plain)).shown())
+    assert size == QWEN2.target(*read_header(File(data)).shown())
     size = (size[0] // 2, size[1] // 2)
     difference = np.abs(load(data, size).astype(int) - load(plain, size))
     assert difference.max() <= (4 if turn > 4 else 0)
@@ -492,7 +492,7 @@ def test_gray_of_few_bits_and_transparent_colours() -> None:
 def test_a_gif_whose_first_frame_is_larger_than_its_screen() -> None:
     data = bytearray(saved(picture(90, 130), "GIF"))
     data[6:10] = struct.pack("<HH", 20, 0)
-    assert read_size(File(bytes(data))) == (90, 130)
+    assert read_header(File(bytes(data))).shown() == (90, 130)
     assert np.array_equal(load(bytes(data), (90, 130)), load(saved(picture(90, 130), "GIF"), (90, 130)))
 
 
@@ -501,7 +501,7 @@ def test_a_gif_whose_first_frame_is_larger_than_its_screen() -> None:
 
 def outcome(data: bytes) -> str | bytes:
     try:
-        return load(data, read_size(File(data))).tobytes()
+        return load(data, read_header(File(data)).shown()).tobytes()
     except ImageError as error:
         return str(error)
 
@@ -577,7 +577,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
 def test_what_a_header_tells_is_refused_without_decoding(name: str) -> None:
     data, says = HEADERS[name]
     with pytest.raises(ImageError, match=says):
-        read_size(File(data))
+        read_header(File(data)).shown()
 
 
 def test_headers_are_read_in_small_parts() -> None:
@@ -593,7 +593,7 @@ def test_headers_are_read_in_small_parts() -> None:
         (saved(image, "BMP"), 4096, (600, 800)),
     ):
         file = File(data)
-        assert read_size(file) == size
+        assert read_header(file).shown() == size
         assert file.seen <= most
 
 

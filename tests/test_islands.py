@@ -110,3 +110,30 @@ def test_a_lane_that_the_state_lacks(stream: Stream) -> None:
     state = stream.loader(lanes=[0, 1]).state_dict()
     with pytest.raises(RestoreError, match="lacks \\['lane_00002'\\]"):
         stream.loader(lanes=[1, 2]).load_state_dict(state)
+
+
+def test_an_island_goes_on_from_a_run_that_was_allowed_something(tmp_path: Path) -> None:
+    """Its own states say step 0, and were refused as damaged, since the history named a later one."""
+    path = write_recipe(tmp_path, lanes=LANES, size=2 * LANES)
+    with Stream.open(path) as stream:
+        loader = stream.loader()
+        for _ in range(3):
+            loader.step_records()
+        state = loader.state_dict()
+    path.write_text(path.read_text().replace("weight = 0.3", "weight = 0.4"))
+    with Stream.open(path) as stream:
+        loader = stream.loader()
+        loader.load_state_dict(state, ["weights"])
+        loader.step_records()
+        state = loader.state_dict()
+        expected = [loader.step_records() for _ in range(2)]
+        islands = [stream.loader(lanes=[1, 4]) for _ in range(2)]
+        for step, island in enumerate(islands):
+            island.load_state_dict(state)
+            assert (island.step, island.stats()[:3]) == (0, (0, 0, 0))
+            found = island.step_records()
+            assert {lane: lane_digest(found[lane]) for lane in found} == {
+                lane: lane_digest(expected[step][lane]) for lane in (1, 4)
+            }
+            assert (island.step, island.stats().records) == (1, 4)
+            state = island.state_dict()

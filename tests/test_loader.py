@@ -241,7 +241,7 @@ def test_a_bad_row_deep_in_a_source_is_named(tmp_path: Path) -> None:
         ('[[sources]]\nname = "a"\npaths = ["empty.jsonl"]\n', "Source 'a' has no rows in 1 files"),
         (
             '[[sources]]\nname = "a"\npaths = ["a/*.jsonl"]\ntxt = "x"\n',
-            "txt is not a known key of a source of modality 'text'",
+            "source 'a': modality 'text': txt is not a known key",
         ),
         ('[[sources]]\nname = "a"\npaths = ["a/*.jsonl"]\nmodality = "txt"\n', "Unknown modality 'txt'"),
         ('[[sources]]\nname = "a"\npaths = ["a/*.jsonl"]\ntext = "body"\n', "there is no field 'body'; the row has"),

@@ -334,7 +334,7 @@ def test_row_groups_every_epoch_visits_every_row_exactly_once_over_all_lanes(
 ) -> None:
     n, lanes = table.count, min(lanes, table.count)
     order = SourceOrder("name", table, seed=seed, lanes=lanes, window=window)
-    assert not order.shared
+    assert not order.walks_all
     seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for lane in range(lanes):
         mine: list[Draw] = []

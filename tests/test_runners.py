@@ -122,6 +122,41 @@ def test_closing_leaves_no_process_thread_or_file(recipe: Path, variant: str) ->
     assert len([*Path("/proc/self/fd").iterdir()]) <= files
 
 
+def test_a_stream_that_is_dropped_leaves_no_process(recipe: Path) -> None:
+    before = set(process_tree(os.getpid()))
+    stream = Stream.open(with_run(recipe, "process 2"))
+    loader = stream.loader()
+    next(loader)
+    assert left_over(before)
+    del loader, stream
+    gc.collect()
+    assert not left_over(before)
+
+
+@pytest.mark.parametrize("variant", ["process 1", "inline 1 isolate", "process 1 isolate"])
+@pytest.mark.parametrize("change", ["a file more", "other code"])
+def test_a_process_that_starts_later_must_find_the_same_stream(tmp_path: Path, variant: str, change: str) -> None:
+    """Rows have numbers: with a file more in the middle those of a new worker were other rows, and nobody noticed."""
+    path = with_run(write_recipe(tmp_path), variant)
+    path.write_text(path.read_text().replace('name = "a"', 'name = "a"\nfilter = "kept:kept"'))
+    (tmp_path / "kept.py").write_text("def kept(row): return True\n")
+    with Stream.open(path) as stream:
+        loader = stream.loader()
+        next(loader)
+        if change == "a file more":
+            (tmp_path / "a" / "other.jsonl").write_bytes((tmp_path / "b" / "one.jsonl").read_bytes())
+        else:
+            (tmp_path / "kept.py").write_text("def kept(row): return 'lane' in row['text']\n")
+        if isinstance(stream.runner, ProcessRunner):
+            os.kill(stream.runner._crew[0]._child.process.pid, signal.SIGKILL)
+        else:
+            loader = stream.loader()
+        field = "catalogue" if change == "a file more" else "filter.sha256"
+        with pytest.raises(DataError, match=rf"(?s)finds another one.*sources\[a\]\.{field}.*Put them back"):
+            for _ in range(100):
+                next(loader)
+
+
 def test_a_stream_that_cannot_be_opened_leaves_no_process(recipe: Path) -> None:
     before = set(process_tree(os.getpid()))
     path = with_run(recipe, "process 2")
@@ -143,7 +178,7 @@ def test_a_child_that_cannot_open_its_stream_says_why_once(
         with pytest.raises(DataError, match="there is no field 'nothing'"):
             runner.submit(Worker.measure, 0, rows, rows * 0).result(60)
     runner.close()
-    child = Child("loader", (wrong, {}), 60)
+    child = Child("loader", (wrong, {}, {}), 60)
     with pytest.raises(DataError, match="there is no field 'nothing'"):
         child.receive()
     child.close()

@@ -169,12 +169,12 @@ def test_a_bad_row_says_what_the_row_has() -> None:
 
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(
-        RecipeError, match="txet is not a known key of a source of modality 'text'.*Did you mean 'text'"
+        RecipeError, match="modality 'text': txet is not a known key; modality 'text' takes text,.*Did you mean 'text'"
     ):
         text(tokenizer_folder("both"), {"txet": "x"})
     with pytest.raises(RecipeError, match="every source takes.* on_error, max_bad.*Did you mean 'on_error'"):
         text(tokenizer_folder("both"), {"on_eror": "skip"})
-    with pytest.raises(RecipeError, match="text must be the name of a field, it is 3"):
+    with pytest.raises(RecipeError, match="modality 'text': text must be a string, it is 3"):
         text(tokenizer_folder("both"), {"text": 3})
     with pytest.raises(RecipeError, match="needs one"):
         Text({}, Context(16, None))

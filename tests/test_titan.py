@@ -232,6 +232,29 @@ def test_validations_see_the_same_on_any_ranks_list_bad_rows_and_leave_no_proces
     assert means[1] == pytest.approx(means[0], rel=1e-6)
 
 
+def test_a_validation_lists_every_bad_row_and_says_so_where_there_is_nothing_to_validate_on(tmp_path: Path) -> None:
+    from zephon.errors import DataError
+    from zephon.titan import DataLoader
+
+    source = '[[sources]]\nname = "a"\npaths = ["v.jsonl"]\non_error = "skip"\nmax_bad = 5000\n'
+    path = write_recipe(tmp_path, lanes=1, sources=source, tail='[mix]\non_end = "renormalise"\n')
+    rows = [json.dumps({"text": text}) for text in documents(100)]
+    listed = str(tmp_path / "skipped.jsonl")
+
+    def validation(infinite: bool) -> DataLoader:
+        config = DataLoader.Config(recipe=str(path), infinite=infinite, skip_list=listed)
+        return DataLoader(config, dp_world_size=1, dp_rank=0, tokenizer=None, seq_len=32, local_batch_size=4)
+
+    (tmp_path / "v.jsonl").write_text("".join(f"{row}\n" + "no JSON\n" * 25 for row in rows))
+    assert len(list(validation(infinite=False))) > 10
+    assert len(read_skips(Path(listed))) == 2500  # a loader that nobody asks keeps 1,000
+    path = path.rename(tmp_path / "short.toml")
+    (tmp_path / "v.jsonl").write_text(rows[30])
+    with pytest.raises(DataError, match=r"short\.toml fills no batch of 8 .*validator\.steps = -1 pads the last one"):
+        list(validation(infinite=True))
+    assert len(list(validation(infinite=False))) == 2
+
+
 def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
 

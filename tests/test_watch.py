@@ -123,6 +123,22 @@ def test_closing_does_not_wait_for_work_that_hangs(
         assert "leaves behind, with its thread: Source 'b': measuring" in caplog.text
 
 
+def test_what_waits_behind_a_thread_that_hangs_fails_with_it_and_another_takes_its_place() -> None:
+    """The loader may wait for what is behind it: that never began, so nobody found that it did not end."""
+    before, ends = set(threading.enumerate()), threading.Event()
+    runner = ThreadRunner(1, Watch(0.2))
+    for future in [runner.submit(ends.wait), runner.submit(len, "behind"), runner.submit(len, "it")]:
+        with pytest.raises(DataError, match=r"^wait: no end in 0\.2 s"):
+            future.result()
+    assert runner.submit(len, "later").result() == 5
+    ends.set()
+    runner.close()
+    left = [one for one in threading.enumerate() if one not in before and one.name == "zephon-worker"]
+    for thread in left:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in left)
+
+
 @pytest.mark.parametrize("timeout", [0, 60])
 def test_closing_waits_for_a_thread_that_works(timeout: int) -> None:
     """It may be amid a read."""

@@ -57,7 +57,7 @@ class Feed:
         """Whether a finite source was found to have no more rows to ask for."""
         self._lane, self._order = lane, order
         self._group, self._index = position.group, position.place
-        self._skip = position.sample
+        self._had = position.sample
         self._rows: Group | None = None
         self.stand(position)
         self._waiting: deque[Iterator[Sample]] = deque()
@@ -142,10 +142,10 @@ class Feed:
         # documents cost a fifth more.
         self._waiting.append(map(_SAMPLE, samples))
         self.ready += end - first
-        while self._skip and self.ready:  # a restored lane has had the first samples of its first row
+        while self._had and self.ready:  # a restored lane has had the first samples of its first row
             self.pop()
             self.ready -= 1
-            self._skip -= 1
+            self._had -= 1
         return end
 
 

@@ -244,8 +244,8 @@ class Loader:
         states = {lane: LaneState.decode(key, state[key], state[HEADER]) for lane, key in keys.items()}
         if "weights" in restored.allowed:
             states = {lane: one.without_deficits() for lane, one in states.items()}
-        self._history = restored.history
-        self._begin(restored.step, states)
+        self._history = [{**one, "step": 0} for one in restored.history] if self._island else restored.history
+        self._begin(0 if self._island else restored.step, states)
 
     def stats(self) -> Stats:
         """What has been delivered, from the states: exact, and the same however far workers are ahead."""

@@ -63,9 +63,9 @@ class SourceOrder:
         self._draws_in_all = None if epochs is None else epochs * chunks.count
         self._name, self._chunks, self._seed, self._lanes = name, chunks, seed, lanes
         self._shuffled = window > 0
-        self.shared = chunks.count < lanes
+        self.walks_all = chunks.count < lanes
         """True when there are fewer chunks than lanes, so that every lane walks all of them by itself."""
-        most = chunks.count if self.shared else chunks.count // lanes
+        most = chunks.count if self.walks_all else chunks.count // lanes
         self._groups = _Groups(chunks, lanes) if self._shuffled and chunks.group_bytes else None
         if self._groups:
             most = min(most, self._groups.share)
@@ -76,7 +76,7 @@ class SourceOrder:
         """Number of groups of a lane; None for ever."""
         self.patience = 2 * chunks.count if self._shuffled else chunks.count
         """Draws after which a lane has seen every chunk that it ever sees, unless `by_chance`."""
-        self.by_chance = self._shuffled and not self.shared and lanes > 1
+        self.by_chance = self._shuffled and not self.walks_all and lanes > 1
         """True when the permutation of an epoch decides which chunks a lane sees: each comes, but who knows when."""
         self._tables: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
 
@@ -101,18 +101,18 @@ class SourceOrder:
     def _draws(self, lane: int, k: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Epoch and chunk of draws number `k` of `lane`."""
         n = self._chunks.count
-        place = k if self.shared else lane + k * self._lanes
+        place = k if self.walks_all else lane + k * self._lanes
         epoch, within = place // n, place % n
         if not self._shuffled:
-            return epoch, (lane + within) % n if self.shared else within
+            return epoch, (lane + within) % n if self.walks_all else within
         chunk = np.empty_like(within)
         for one in range(int(epoch[0]), int(epoch[-1]) + 1):
             mine = epoch == one
             if self._groups:
-                who = ("lane", lane) if self.shared else ()
-                place = within[mine] if self.shared else self._groups.dealt(within[mine])
+                who = ("lane", lane) if self.walks_all else ()
+                place = within[mine] if self.walks_all else self._groups.dealt(within[mine])
                 chunk[mine] = self._groups.chunks(place, self._seed, self._name, *who, one)
-            elif self.shared:
+            elif self.walks_all:
                 chunk[mine] = permute(n, make_key("lane chunks", self._seed, self._name, lane, one), within[mine])
             else:
                 chunk[mine] = self._permuted(one, within[mine])

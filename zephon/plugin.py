@@ -37,9 +37,9 @@ def find_named(key: str, name: str, folder: Path, wanted: str) -> Named:
     module_name, _, attribute = name.partition(":")
     if not all(one.isidentifier() for one in (*module_name.split("."), attribute)):
         raise RecipeError(f"{key} must be 'module:name', it is {name!r}.")
-    own = _own(module_name, folder)
+    own = beside(module_name, folder)
     try:
-        module = _beside(own) if own.is_file() else importlib.import_module(module_name)
+        module = _load(own) if own.is_file() else importlib.import_module(module_name)
         value = getattr(module, attribute)
     except Exception as error:  # the module may raise anything
         raise RecipeError(
@@ -50,29 +50,12 @@ def find_named(key: str, name: str, folder: Path, wanted: str) -> Named:
     return Named(value, hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None)
 
 
-def locate(name: str, folder: Path) -> str:
-    """The file that `find_named` would take `module:name` from; imports nothing. What it cannot tell, it says."""
-    module_name = name.partition(":")[0]
-    if not all(one.isidentifier() for one in module_name.split(".")):
-        return "no name of a module"
-    own = _own(module_name, folder)
-    if own.is_file():
-        return str(own)
-    package, *inner = module_name.split(".")
-    spec = importlib.util.find_spec(package)
-    if spec is None:
-        return f"not found ({package} is neither beside the recipe nor installed)"
-    for folder in map(Path, spec.submodule_search_locations or ()):
-        if inner and (file := folder.joinpath(*inner).with_suffix(".py")).is_file():
-            return str(file)
-    return spec.origin or package
-
-
-def _own(module_name: str, folder: Path) -> Path:
+def beside(module_name: str, folder: Path) -> Path:
+    """Where a module would lie that is the recipe's own."""
     return folder.resolve() / f"{module_name}.py"
 
 
-def _beside(file: Path) -> ModuleType:
+def _load(file: Path) -> ModuleType:
     """Load a module that lies beside the recipe, under a name that no module of another recipe, or of an older version
     of this file, can have."""
     folder = str(file.parent)

@@ -8,7 +8,7 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -18,8 +18,6 @@ from zephon.errors import RecipeError
 from zephon.run.budget import MEMORY
 from zephon.run.watch import TIMEOUT
 from zephon.section import Section, show
-
-DEFAULT_CACHE = "~/.cache/zephon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +62,10 @@ class SourceSpec:
     options: Mapping[str, Any]
 
 
+SOURCE_KEYS = tuple(one.name for one in fields(SourceSpec) if one.name != "options")
+"""The keys that every source takes, whatever its modality."""
+
+
 @dataclass(frozen=True, slots=True)
 class MixSpec:
     """`[mix]`: what a share is counted in, how large a piece enters the mix, what happens when a source ends."""
@@ -95,7 +97,7 @@ class RunSpec:
     workers: int = 1
     isolate: bool = False
     memory: int = MEMORY
-    cache: Path = field(default_factory=lambda: Path(DEFAULT_CACHE).expanduser())
+    cache: Path = field(default_factory=lambda: Path("~/.cache/zephon").expanduser())
     timeout: float = TIMEOUT
 
 
@@ -261,20 +263,15 @@ def _source(values: object, number: int, finite: bool) -> SourceSpec:
     name = section.take("name", str)
     if not name or any(ord(letter) < 32 for letter in name):
         raise RecipeError(f"{section.label('name')} must be a printable word, it is {name!r}.")
-    paths = section.raw("paths")
-    if isinstance(paths, str):
-        paths = [paths]
-    if not isinstance(paths, list) or not paths or not all(isinstance(one, str) and one.strip("\0") for one in paths):  # pyright: ignore[reportUnknownVariableType]
-        raise RecipeError(f"{section.label('paths')} must be a list of path patterns, it is {show(paths)}.")
+    paths = section.words("paths", "a list of path patterns")
     weight = section.raw("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, int | Decimal):
         raise RecipeError(f"{section.label('weight')} must be a number, it is {show(weight)}.")
     weight = Decimal(weight)
-    if weight.is_finite() and weight > 0 and abs(weight.adjusted()) > 30:
-        raise RecipeError(f"{section.label('weight')} must be from 1e-30 to 1e30, it is {weight}. Only ratios count.")
-    if not weight.is_finite() or weight <= 0:
+    if not (weight.is_finite() and weight > 0 and abs(weight.adjusted()) <= 30):
         raise RecipeError(
-            f"{section.label('weight')} must be above 0, it is {weight}. Remove the source to leave it out."
+            f"{section.label('weight')} must be from 1e-30 to 1e30 (only ratios count), it is {weight}. Remove the "
+            "source to leave it out."
         )
     modality = section.take("modality", str, "text")
     chunk_rows = section.number("chunk_rows", 1, None)
@@ -286,7 +283,7 @@ def _source(values: object, number: int, finite: bool) -> SourceSpec:
             "on_end = 'stop' or 'renormalise', or leave epochs out."
         )
     bad = section.choice("on_error", ["raise", "skip"], None), _max_bad(section)
-    return SourceSpec(name, tuple(paths), weight, modality, chunk_rows, epochs, *functions, *bad, section.rest())  # pyright: ignore[reportUnknownArgumentType]
+    return SourceSpec(name, paths, weight, modality, chunk_rows, epochs, *functions, *bad, section.rest())  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _max_bad(section: Section) -> Fraction | int:
@@ -331,13 +328,13 @@ def _packing(values: object) -> PackingSpec:
 
 
 def _run(values: object, folder: Path) -> RunSpec:
-    section = Section(values, "[run]")
-    runner = section.choice("runner", ["inline", "threads", "process"], "inline")
-    workers = section.number("workers", 1, 1, most=1024)
-    isolate = section.take("isolate", bool, False)
-    memory = section.size("memory", 64 * 1024**2, MEMORY)
-    timeout = section.number("timeout", 0, TIMEOUT)
-    cache = Path(section.take("cache", str, DEFAULT_CACHE)).expanduser()
+    section, usual = Section(values, "[run]"), RunSpec()
+    runner = section.choice("runner", ["inline", "threads", "process"], usual.runner)
+    workers = section.number("workers", 1, usual.workers, most=1024)
+    isolate = section.take("isolate", bool, usual.isolate)
+    memory = section.size("memory", 64 * 1024**2, usual.memory)
+    timeout = section.number("timeout", 0, usual.timeout)
+    cache = Path(section.take("cache", str, str(usual.cache))).expanduser()
     section.done()
     if runner == "inline" and workers != 1:
         raise RecipeError(

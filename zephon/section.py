@@ -1,8 +1,9 @@
 """One table of a recipe, read strictly: wrong types, impossible values and unknown keys are named."""
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from zephon.errors import RecipeError, nearest
 
@@ -49,12 +50,20 @@ class Section:
             )
         return number or default
 
+    def words(self, key: str, what: str, default: Any = ...) -> tuple[str, ...]:
+        """A list of words, `what` says of what; a single one may stand for a list of one."""
+        value = self.raw(key, default)
+        words = cast(list[Any], [value] if isinstance(value, str) else value if isinstance(value, list) else [])
+        if not words or not all(isinstance(one, str) and one.strip("\0") for one in words):
+            raise RecipeError(f"{self.label(key)} must be {what}, it is {show(value)}.")
+        return tuple(words)
+
     @property
     def names(self) -> list[str]:
         """The keys that nobody has taken yet."""
         return list(self._values)
 
-    def choice(self, key: str, allowed: list[str], default: Any, or_named: bool = False) -> Any:
+    def choice(self, key: str, allowed: Sequence[str], default: Any, or_named: bool = False) -> Any:
         """One of a few words, or `module:Class` where the user may bring a class."""
         value = self.take(key, str, default)
         if value is not default and value not in allowed and not (or_named and ":" in value):
@@ -75,12 +84,13 @@ class Section:
         rest, self._values = self._values, {}
         return rest
 
-    def done(self) -> None:
-        """Refuse unknown keys."""
+    def done(self, elsewhere: Sequence[str] = ()) -> None:
+        """Refuse unknown keys; `elsewhere` are those of every source, which somebody else took."""
+        every = f", and every source takes {', '.join(elsewhere)}" if elsewhere else ""
         for key in self._values:
             raise RecipeError(
-                f"{self.label(key)} is not a known key; {self._name} takes {', '.join(self._known)}."
-                f"{nearest(key, self._known)}"
+                f"{self.label(key)} is not a known key; {self._name.rstrip(':')} takes {', '.join(self._known)}{every}."
+                f"{nearest(key, [*self._known, *elsewhere])}"
             )
 
     def label(self, key: str) -> str:

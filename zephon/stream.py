@@ -117,6 +117,7 @@ class Stream:
         )
         self.lane_sources = tuple(self._lane_source(i, source) for i, source in enumerate(self.sources))
         self._loaders: WeakSet[Loader] = WeakSet()
+        self.runner.expect(self.header(0))
 
     @staticmethod
     def open(

@@ -27,7 +27,7 @@ from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.distributed import ParallelDims
 from torchtitan.trainer import Trainer as TitanTrainer
 
-from zephon.errors import RecipeError, RestoreError, TopologyError
+from zephon.errors import DataError, RecipeError, RestoreError, TopologyError
 from zephon.recipe import Recipe
 from zephon.restore import check_allowed, compare_headers
 from zephon.run.dcp import KEY, read_header
@@ -133,13 +133,14 @@ class DataLoader(BaseDataLoader):
             )
         self.before_save: Callable[[], None] = lambda: None
         """Called before a state is taken: what a run says of the steps up to it must be on disk with it."""
-        padded = not config.infinite
-        self._skips = _skip_list(config.skip_list)
+        self._skips, padded = _skip_list(config.skip_list), not config.infinite
         self.loader = self.stream.loader(dp_rank, dp_world_size, local_batch_size, pad_last=padded, wide=True)
 
     def __iter__(self) -> Iterator[TitanBatch]:
         try:
             for batch in self.loader:
+                if self._validates:
+                    self._skips.write(self.loader.take_skipped())
                 tensors = {name: torch.from_numpy(array) for name, array in batch.items()}  # pyright: ignore[reportUnknownMemberType]
                 labels = tensors.pop("labels")
                 yield tensors, labels
@@ -147,6 +148,11 @@ class DataLoader(BaseDataLoader):
             if self._validates:
                 self._skips.write(self.loader.take_skipped())
                 self.loader.close()
+        if self._validates and not self.loader.step:
+            size, path = self.stream.batch.global_batch_size, self.stream.recipe.path
+            raise DataError(
+                f"{path} fills no batch of {size} sequences to validate on; validator.steps = -1 pads the last one."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         self.before_save()
@@ -192,7 +198,7 @@ class Validator(TitanValidator):
 
 
 class Trainer(TitanTrainer):
-    """TorchTitan's trainer with Zephon's checks and ledger. Raises `UsageError`s before the model is built."""
+    """TorchTitan's trainer with Zephon's checks and ledger. Raises `UsageError`s before the first step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanTrainer.Config):
@@ -221,9 +227,8 @@ class Trainer(TitanTrainer):
                 f"training.global_batch_size is {training.global_batch_size}, which means 'local batch times ranks': "
                 "batches would silently change with the number of ranks. Set it to a multiple of the recipe's lanes."
             )
-        super().__init__(
-            replace(config, dataloader=replace(config.dataloader, global_batch_size=training.global_batch_size))
-        )
+        dataloader = replace(config.dataloader, global_batch_size=training.global_batch_size)
+        super().__init__(replace(config, dataloader=dataloader))
         self._log_data_metrics()
         bad_of_validations = ""
         if _speaks_for_lanes(self.parallel_dims):
@@ -316,7 +321,8 @@ class Trainer(TitanTrainer):
         manager = self.checkpointer
         if not isinstance(manager, CheckpointManager) or not manager.enable or manager.load_only:
             return False
-        if self.step not in (0, self._loaded) and self.step % manager.interval:
+        there = 0, self._loaded, int(manager.enable_first_step_checkpoint)
+        if self.step not in there and self.step % manager.interval:
             if not last:
                 manager.interval = self.step  # an ordinary, full save: TorchTitan's last one may hold the model alone
             manager.save(self.step, last_step=last)
@@ -389,7 +395,5 @@ def _data_rank(dims: ParallelDims) -> tuple[int, int]:
 
 def _speaks_for_lanes(dims: ParallelDims) -> bool:
     """Whether this rank writes ledger and skip list: the first of its tensor-, context- and pipeline-parallel peers."""
-    if not dist.is_initialized():
-        return True
-    meshes = (dims.get_optional_mesh(name) for name in ("tp", "cp", "pp"))
+    meshes = [dims.get_optional_mesh(name) for name in ("tp", "cp", "pp")] if dist.is_initialized() else []
     return all(mesh.get_local_rank() == 0 for mesh in meshes if mesh is not None)

@@ -5,7 +5,7 @@ matter who works, how many do, or how the work is grouped. A runner takes work a
 for in the order in which order-dependent code needs them, so it may finish them in any order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -176,6 +176,9 @@ class Runner(Protocol):
     def submit(self, work: Callable[..., T], *args: Any) -> Handle[T]:
         """Give work away; returns at once."""
         ...
+
+    def expect(self, header: Mapping[str, Any]) -> None:
+        """Told what the stream is, once it is open: processes that open it by themselves must find the same."""
 
     def close(self) -> None:
         """Stop; work that nobody waits for is dropped."""

@@ -33,7 +33,7 @@ def with_our_images(collator: Any) -> Any:
     from torchtitan.hf_datasets.multimodal import mm_datasets
 
     from modalities.geometry import patchify
-    from modalities.headers import read_size
+    from modalities.headers import read_header
     from modalities.images import load
     from modalities.media import Bytes
     from modalities.presets import PRESETS
@@ -41,7 +41,7 @@ def with_our_images(collator: Any) -> Any:
     geometry = replace(PRESETS["qwen3_5"].geometry, min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS)
 
     def process(image: bytes, **_: Any) -> Any:
-        return torch.from_numpy(load(image, geometry.target(*read_size(Bytes(image)))))[None]
+        return torch.from_numpy(load(image, geometry.target(*read_header(Bytes(image)).shown())))[None]
 
     class Collator(collator):
         def collate_images(self, all_images: list[Any]) -> Any:

@@ -39,7 +39,7 @@ from cases.makers import (
     tile,
     trace,
 )
-from modalities.headers import read_size
+from modalities.headers import read_header
 from modalities.images import load
 from modalities.media import Bytes
 from zephon import DataError, Stream
@@ -50,7 +50,7 @@ COLOURS = [RED, GREEN, BLUE, WHITE]
 
 def decoded(data: bytes, background: tuple[int, int, int] = (255, 255, 255)) -> np.ndarray:
     """A picture at its own size, upright."""
-    return load(data, read_size(Bytes(data)), background)
+    return load(data, read_header(Bytes(data)).shown(), background)
 
 
 def read(folder: Path, files: dict[str, bytes], **keys: Any) -> tuple[dict[str, Seen], Delivered]:
@@ -89,7 +89,7 @@ def test_pictures_are_turned_as_their_tag_says(tmp_path: Path, kind: str, turn: 
     """
     stored = quadrants() if UNTURNED[turn] is None else quadrants().transpose(UNTURNED[turn])  # type: ignore[arg-type]
     data = encoded(stored, kind, exif=exif(turn), **({"lossless": True} if kind == "WEBP" else {}))
-    assert read_size(Bytes(data)) == (4 * UNIT, 2 * UNIT)
+    assert read_header(Bytes(data)).shown() == (4 * UNIT, 2 * UNIT)
     found, about = read(tmp_path, {"a." + kind.lower(): data})
     (picture,) = found["a"].pictures
     assert picture.shape == (4 * UNIT, 2 * UNIT, 3)  # 4 by 2 tokens: counted from the turned size
@@ -110,8 +110,8 @@ def test_a_damaged_tag_means_no_turn(head: bytes, raw: bytes) -> None:
     https://github.com/huggingface/datasets/pull/6739
     """
     data = with_segment(b"Exif\0\0" + raw)
-    if read_size(Bytes(data)) == (4 * UNIT, 2 * UNIT):  # chance may write a whole tag
-        assert near(corners(decoded(data)), COLOURS, 14) or read_size(Bytes(data)) is None
+    if read_header(Bytes(data)).shown() == (4 * UNIT, 2 * UNIT):  # chance may write a whole tag
+        assert near(corners(decoded(data)), COLOURS, 14) or read_header(Bytes(data)).shown() is None
     else:
         assert b"\x01\x12\x00\x03" in data[:80]
 

@@ -76,7 +76,7 @@ def check(
                     "chunks": chunks.count,
                     "chunk_rows": chunks.rows_per_chunk,
                     "share": float(weight / sum(weights)),
-                    "walked_by_every_lane": known.order.shared,
+                    "walked_by_every_lane": known.order.walks_all,
                 }
             )
         worlds = [

@@ -15,15 +15,18 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zephon.errors import DataError, ZephonError
+from zephon.restore import differences
 from zephon.run.wire import ALIVE, hang_up, receive, send, show_life, wait
 
 if TYPE_CHECKING:
     from zephon.recipe import Recipe
+    from zephon.stream import Stream
 
 QUEUE_GROUPS = 64
 """Messages that wait at most: each holds a file descriptor in flight, and the kernel allows about 1,000."""
@@ -145,6 +148,21 @@ def failure(error: BaseException) -> Exception:
     return RuntimeError("".join(traceback.format_exception(error)))
 
 
+def check_same(header: Mapping[str, Any], stream: "Stream") -> None:
+    """Refuse what is not the stream of the parent, which deals rows by number.
+
+    Raises:
+        DataError: files, or code that the recipe names, have changed since the parent opened them.
+    """
+    if found := differences(header, stream.header(0)):
+        table = "\n".join(f"  {key}: {before} -> {now}" for key, (before, now) in found.items())
+        raise DataError(
+            f"A process of this run that opens the stream now finds another one (this run -> now):\n{table}\nFiles, or "
+            "code that the recipe names, have changed since the run began: it would silently get other data. "
+            "Put them back as they were, then go on from the last state."
+        )
+
+
 def serve_worker(line: _Line, recipe: "Recipe") -> None:
     """Do what is asked, one task after the other."""
     from zephon.stream import Stream
@@ -154,6 +172,7 @@ def serve_worker(line: _Line, recipe: "Recipe") -> None:
     own = replace(run, runner="inline", workers=1, isolate=False, memory=run.memory // run.workers, timeout=half)
     with Stream(replace(recipe, run=own)) as stream:
         stream.watch.told = lambda error: line.send((HUNG, False, error))
+        check_same(receive(line.link), stream)
         while True:
             number, name, args = receive(line.link)
             try:
@@ -164,22 +183,23 @@ def serve_worker(line: _Line, recipe: "Recipe") -> None:
             line.send(answer)
 
 
-def serve_loader(line: _Line, task: tuple["Recipe", dict[str, Any]]) -> None:
+def serve_loader(line: _Line, task: tuple["Recipe", dict[str, Any], Mapping[str, Any]]) -> None:
     """Produce micro-batches as long as few enough wait; `("load", turn, state)` starts again from a state.
 
-    Sends `(turn, items)`, items being `(batch, state, stats)`: state and stats after the last micro-batch of a step,
-    else None; `(None, error, None)` at the end of the stream or when something failed. Small micro-batches go together
-    while the trainer has others to take: one by one, a hand-over cost it 0.09 ms, whatever the size. `("taken", turn)`
-    says that it has come to the end of the oldest items.
+    Sends `(turn, items)`, items being `(batch, state, (stats, rows ahead, skipped))`, the last two None but with the
+    last micro-batch of a step; `(None, error, skipped)` at the end of the stream or when something failed. Small
+    micro-batches go together while the trainer has others to take: one by one, a hand-over cost it 0.09 ms, whatever
+    the size. `("taken", turn)` says that it has come to the end of the oldest items.
     """
     from zephon.stream import Stream
 
-    recipe, options = task
+    recipe, options, header = task
     show_life(line.send, recipe.run.timeout)
     asked: queue.Queue[tuple[Any, ...] | None] = queue.Queue()
     threading.Thread(target=_listen, args=(line.link, asked), daemon=True).start()
     with Stream(replace(recipe, run=replace(recipe.run, isolate=False))) as stream:
         stream.watch.told = line.send
+        check_same(header, stream)
         loader, most = stream.loader(**options), stream.budget.waiting
         gc.freeze()  # what is there now stays: full collections need not look at it again
         turn, live = 0, True

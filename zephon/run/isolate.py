@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from zephon.stream import Stream
 
 
-_Item = tuple[Batch | None, Any, Any]  # micro-batch, state, stats; the last two with the last micro-batch of a step
+_Item = tuple[Batch | None, Any, Any]
+"""Micro-batch; with the last one of a step its state, and stats, rows ahead and bad rows."""
 
 
 class IsolatedLoader(Loader):
@@ -32,7 +33,7 @@ class IsolatedLoader(Loader):
         self._taken: deque[_Item] = deque()
         self._ended = False
         # At once: it starts while a checkpoint loads.
-        self._child = Child("loader", (stream.recipe, options), stream.recipe.run.timeout)
+        self._child = Child("loader", (stream.recipe, options, stream.header(0)), stream.recipe.run.timeout)
         self._end = weakref.finalize(self, self._child.close)  # a loader that is dropped leaves no process
 
     def __next__(self) -> Batch:
@@ -41,15 +42,15 @@ class IsolatedLoader(Loader):
             raise self._unusable() from self._failed
         if self._ended:
             raise StopIteration
-        batch, state, stats = self._taken.popleft() if self._taken else self._receive()
+        batch, state, about = self._taken.popleft() if self._taken else self._receive()
         if batch is None:
             self._ended, self._failed = True, state
-            self._skipped += stats or []  # what it passed after the last step handed over
+            self._skipped += about or []  # what it passed after the last step handed over
             raise state or StopIteration
         self._handed += 1
         if state is not None:
             self._handed, self._step, self._saved = 0, self._step + 1, state
-            self._stats, self._rows_ahead, skipped = stats
+            self._stats, self._rows_ahead, skipped = about
             self._note(skipped)
         return batch
 
@@ -73,7 +74,7 @@ class IsolatedLoader(Loader):
             self._stream.watch.check_open()  # another thread may have closed it meanwhile
             self._failed = self._died()
             raise self._failed from error
-        except Exception as error:  # it says why it cannot go on, or over what it hangs; or it cannot be heard
+        except BaseException as error:  # it says why it cannot go on; or cannot be heard; or Ctrl-C cut a message
             self._child.kill()
             self._failed = error
             raise

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
@@ -60,18 +60,17 @@ _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class ThreadRunner(Runner):
-    """Does the work in threads. One that hangs is left behind: neither `close` nor the end of Python waits for it."""
+    """Does the work in threads. One that hangs is left behind, and another takes its place: neither `close` nor the end
+    of Python waits for it."""
 
     def __init__(self, workers: int, watch: Watch) -> None:
         self.tasks = workers + 1
         self._watch = watch
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        hung = set[threading.Thread]()
-        work = self._tasks, watch, hung
-        crew = [threading.Thread(target=_work, args=work, name=f"zephon-{i}", daemon=True) for i in range(workers)]
-        for thread in crew:
-            thread.start()
-        self._end = weakref.finalize(self, _send_home, self._tasks, crew, hung, watch)
+        self._crew = set[threading.Thread]()
+        for _ in range(workers):
+            _hire(self._tasks, watch, self._crew)
+        self._end = weakref.finalize(self, _send_home, self._tasks, self._crew, watch)
 
     def submit(self, work: Callable[..., T], *args: Any) -> Handle[T]:
         future: Future[T] = Future()
@@ -90,15 +89,26 @@ def _fail(future: Future[Any], error: BaseException) -> None:
         future.set_exception(error)
 
 
-def _work(tasks: "queue.SimpleQueue[_Task | None]", watch: Watch, hung: set[threading.Thread]) -> None:
-    """What a worker thread does until it is sent home."""
+def _hire(tasks: "queue.SimpleQueue[_Task | None]", watch: Watch, crew: set[threading.Thread]) -> None:
+    thread = threading.Thread(target=_work, args=(tasks, watch, crew), name="zephon-worker", daemon=True)
+    crew.add(thread)
+    thread.start()
+
+
+def _work(tasks: "queue.SimpleQueue[_Task | None]", watch: Watch, crew: set[threading.Thread]) -> None:
+    """What a worker thread does until it is sent home, or left behind."""
     me = threading.current_thread()
-    while (task := tasks.get()) is not None:
+    while me in crew and (task := tasks.get()) is not None:
         future, work, args = task
 
         def give_up(error: Exception, future: Future[Any] = future) -> None:
-            hung.add(me)
+            """Fail it, and what waits behind it: that may be what somebody waits for, and would hang in its turn."""
             _fail(future, error)
+            if me in crew:  # else all have been sent home
+                crew.discard(me)
+                for waiting in _drain(tasks):
+                    _fail(waiting[0], error)
+                _hire(tasks, watch, crew)
 
         try:
             result = watch.do(work, args, give_up)
@@ -110,18 +120,23 @@ def _work(tasks: "queue.SimpleQueue[_Task | None]", watch: Watch, hung: set[thre
         del task, future, args, give_up  # what a thread has done must not stay while it waits
 
 
-def _send_home(
-    tasks: "queue.SimpleQueue[_Task | None]", crew: list[threading.Thread], hung: set[threading.Thread], watch: Watch
-) -> None:
-    """Drop what waits and let the threads end; those that do not are left behind. Files close with their readers."""
+def _drain(tasks: "queue.SimpleQueue[_Task | None]") -> Iterator[_Task]:
+    """The tasks that no thread has taken."""
     with contextlib.suppress(queue.Empty):
         while task := tasks.get_nowait():
-            _fail(task[0], UsageError(CLOSED))
+            yield task
+
+
+def _send_home(tasks: "queue.SimpleQueue[_Task | None]", crew: set[threading.Thread], watch: Watch) -> None:
+    """Drop what waits and let the threads end; those that do not are left behind. Files close with their readers."""
+    for task in _drain(tasks):
+        _fail(task[0], UsageError(CLOSED))
     for _ in crew:
         tasks.put(None)
     ends = time.monotonic() + PATIENCE
-    while (left := [one for one in crew if one.is_alive() and one not in hung]) and time.monotonic() < ends:
+    while (left := [one for one in tuple(crew) if one.is_alive()]) and time.monotonic() < ends:
         left[0].join(PATIENCE / 20)
+    crew.clear()
     if left:
         what = "; ".join(watch.leave(thread.ident or 0) for thread in left)
         logger.warning("Closing waits no longer than %g s, and leaves behind, with its thread: %s.", PATIENCE, what)
@@ -132,6 +147,7 @@ class ProcessRunner(Runner):
 
     def __init__(self, recipe: Recipe, watch: Watch) -> None:
         self._crew: list[_Hand] = []
+        self._end = weakref.finalize(self, _dismiss, self._crew)  # a stream that is dropped leaves no process
         self.tasks = 2 * recipe.run.workers
         try:
             for number in range(recipe.run.workers):
@@ -140,16 +156,24 @@ class ProcessRunner(Runner):
             self.close()
             raise
 
+    def expect(self, header: Mapping[str, Any]) -> None:
+        for hand in self._crew:
+            hand.expect(header)
+
     def submit(self, work: Callable[..., T], *args: Any) -> Handle[T]:
         hand = min(self._crew, key=lambda one: one.load)
         return hand.submit(work.__name__, args)
 
     def close(self) -> None:
-        ends = time.monotonic() + PATIENCE
-        for hand in self._crew:
-            hand.hang_up()  # all of them first: they end side by side
-        for hand in self._crew:
-            hand.close(max(0.0, ends - time.monotonic()))
+        self._end()
+
+
+def _dismiss(crew: "list[_Hand]") -> None:
+    ends = time.monotonic() + PATIENCE
+    for hand in crew:
+        hand.hang_up()  # all of them first: they end side by side
+    for hand in crew:
+        hand.close(max(0.0, ends - time.monotonic()))
 
 
 class _Hand:
@@ -157,9 +181,10 @@ class _Hand:
 
     def __init__(self, recipe: Recipe, number: int, watch: Watch) -> None:
         self._recipe, self._number, self._watch = recipe, number, watch
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the search for garbage may close a dropped runner in any of these places
         self._tasks: dict[int, tuple[str, tuple[Any, ...], Future[Any]]] = {}
         self._next = 0
+        self._header: Mapping[str, Any] | None = None  # what its process must find when it opens the stream
         self._lost: Exception | None = None  # why nothing is done here any more
         self._child = Child("worker", recipe, recipe.run.timeout / 2)
         self._reader = threading.Thread(target=self._read, name=f"zephon-reader-{number}", daemon=True)
@@ -169,6 +194,11 @@ class _Hand:
     def load(self) -> int:
         """Number of open tasks."""
         return len(self._tasks)
+
+    def expect(self, header: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._header = header
+            self._child.send(header)
 
     def submit(self, name: str, args: tuple[Any, ...]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -191,7 +221,8 @@ class _Hand:
 
     def close(self, patience: float) -> None:
         self._child.close(patience)
-        self._reader.join()
+        if self._reader is not threading.current_thread():
+            self._reader.join()
 
     def _read(self) -> None:
         """Hand out answers; whatever ends that, nobody waits for ever."""
@@ -254,6 +285,8 @@ class _Hand:
             if error:
                 raise error
             self._child = Child("worker", self._recipe, self._recipe.run.timeout / 2)
+            if self._header:
+                self._child.send(self._header)
             for again, (name, args, _) in self._tasks.items():
                 self._child.send((again, name, args))
 

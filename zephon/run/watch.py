@@ -72,6 +72,7 @@ class Watch:
         """
         note, me = _Note(work.__name__, args, fail), threading.get_ident()
         self._notes[me] = note
+        _READS.pop(me, None)  # of an earlier task, or a thread that has ended: numbers come again
         if self.timeout:
             _look_after(self)
         result: T | None = None
