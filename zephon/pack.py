@@ -70,6 +70,11 @@ class Bin:
         for one in segments:
             self.add(*one)
 
+    @property
+    def full(self) -> bool:
+        """Whether not one more position of text fits."""
+        return self.room <= self.reserved
+
     def reach(self, sample: Sample, start: int, end: int) -> int:
         """How far positions `[start, end)` of a sample fit; `start` where not even the first does."""
         limit = start + self.room - self.reserved
