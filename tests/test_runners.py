@@ -166,6 +166,18 @@ def test_a_stream_that_cannot_be_opened_leaves_no_process(recipe: Path) -> None:
     assert not left_over(before)
 
 
+def test_a_process_that_takes_nothing_is_ended(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sends may hold the lock without which nobody finds out that it hangs."""
+    monkeypatch.setattr("zephon.run.child._START", 1.0)
+    child = Child("worker", Recipe.load(recipe), 1.0)
+    child.process.send_signal(signal.SIGSTOP)
+    assert not child.send(bytes(1 << 22))
+    assert child.process.wait(60) == -signal.SIGKILL
+    with pytest.raises((EOFError, ConnectionError)):
+        child.receive()
+    child.close()
+
+
 def test_a_child_that_cannot_open_its_stream_says_why_once(
     recipe: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import logging
 import queue
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -66,6 +67,8 @@ class Child:
         program = _PROGRAM.format(path=[*map(str, sys.path)], file=str(Path(__file__).parents[1] / "__init__.py"))
         try:
             self.link, theirs = socket.socketpair()
+            if timeout:  # whoever sends may hold what the thread needs that would find out that it hangs
+                self.link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._silence), 0))
             with theirs:
                 command = [sys.executable, "-c", program, str(theirs.fileno())]
                 self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -74,13 +77,16 @@ class Child:
         self.send((logging.getLogger().level, role, task))
 
     def send(self, message: Any) -> bool:
-        """Send it a message; False where it has gone, which whoever receives from it learns too.
+        """Send it a message; False where it has gone, or takes nothing and was ended: who receives from it learns that.
 
         Raises:
             DataError: this process lacks what that takes.
         """
         try:
             send(self.link, message)
+        except BlockingIOError:
+            self.process.kill()
+            return False
         except OSError as error:
             if isinstance(error, ConnectionError) or error.errno == errno.EBADF:  # EBADF: we have hung up meanwhile
                 return False
