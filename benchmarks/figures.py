@@ -75,7 +75,8 @@ def colour(name: str) -> str:
 
 def lanes(data: dict[str, Any]) -> Any:
     """What lanes cost on one rank, for text and, where there are results, for images."""
-    sets = {"text": data["rows"]} | ({"images": more["rows"]} if (more := newest("lanes_images")) else {})
+    found = {"text": data} | ({"images": more} if (more := newest("lanes_images")) else {})
+    sets = {f"{name}, {one['when'][:10]}": one["rows"] for name, one in found.items()}
     figure, axes = plt.subplots(2, 2, figsize=(9, 6))
     panels = (
         ("throughput_of_first", "throughput, of that with the fewest lanes", 1.0),
