@@ -69,9 +69,11 @@ def load(data: bytes, size: Size, background: Color = (255, 255, 255), header: H
     header = header or read_header(Bytes(data))
     try:
         pixels = _DECODERS[header.kind](data, header, background)
-    except (ImageError, UsageError):
+    except (ImageError, UsageError, MemoryError):
         raise
     except Exception as error:  # whatever a decoder makes of broken bytes
+        if "DefaultCPUAllocator" in str(error):  # torch has no memory: no fault of the picture
+            raise
         raise ImageError(f"a {header.kind} that cannot be decoded: {_reason(error)}") from error
     if pixels.shape[:2] != (header.height, header.width):
         raise ImageError(

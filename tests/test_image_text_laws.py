@@ -545,6 +545,7 @@ def modality(world: ImageWorld, folder: Path, **options: Any) -> Any:
         ({"keep_whole": 1}, "keep_whole must be true or false, it is 1"),
         ({"image": []}, r"image must be the name of a field, or a list .*, it is \[\]"),
         ({"text": ["txt", 3]}, "text must be the name of a field, or a list"),
+        ({"marker": ""}, "marker must not be empty"),
         ({"background": [255, 255]}, r"background must be red, green and blue from 0 to 255, .* it is \[255, 255\]"),
         ({"background": [255, 255, True]}, "background must be red, green and blue"),
         ({"background": [0, 0, 256]}, "background must be red, green and blue"),

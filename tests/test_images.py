@@ -31,7 +31,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 
 from modalities.geometry import Geometry, ImageError, expand, patchify
 from modalities.headers import MAX_SOURCE_PIXELS, read_header
-from modalities.images import codec_versions, load
+from modalities.images import _DECODERS, codec_versions, load
 from modalities.presets import PRESETS
 from zephon.errors import UsageError
 
@@ -647,3 +647,18 @@ def test_versions_are_named() -> None:
     versions = codec_versions()
     assert {"torch", "torchvision", "pillow"} <= versions.keys()
     assert all(versions.values())
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate")])
+def test_want_of_memory_is_no_fault_of_a_picture(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It became a black one, so that data depended on the machine."""
+
+    def decode(*_: object) -> None:
+        raise error
+
+    monkeypatch.setitem(_DECODERS, "JPEG", decode)
+    picture = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(picture, "JPEG")
+    with pytest.raises(type(error)) as found:
+        load(picture.getvalue(), (32, 32))
+    assert found.value is error

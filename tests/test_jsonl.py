@@ -7,6 +7,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from small import strictly
 
 from zephon import DataError
-from zephon.formats import index
+from zephon.formats import index, sources
 from zephon.formats.index import LineIndex, index_files
 from zephon.formats.jsonl import JsonlReader
+from zephon.run.budget import Budget
 
 
 def read_all(path: Path, cache: Path) -> list[dict[str, object]]:
@@ -292,6 +294,25 @@ def test_a_file_that_changes_is_never_read_on_silently(tmp_path: Path) -> None:
     other.replace(path)
     with pytest.raises(DataError, match="was changed while the run reads it"):
         reader.read(np.arange(3))
+
+
+def test_a_file_that_changes_while_others_are_indexed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its new state was taken for the one that was indexed, and rows came out as halves of others."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"t": 1}\n' * 100)
+    real = sources.index_files
+
+    def change(*args: Any) -> object:
+        found = real(*args)
+        path.write_text('{"t": 22}\n' * 90)
+        return found
+
+    monkeypatch.setattr(sources, "index_files", change)
+    opened = sources._open_jsonl({"s": {"x": path}}, tmp_path / "cache", None, Budget.of(2**31))
+    with pytest.raises(DataError, match="was changed while the run reads it"):
+        opened["s"].reader.read(np.arange(3))
 
 
 def test_a_file_that_grows_while_it_is_indexed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

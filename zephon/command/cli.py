@@ -137,7 +137,7 @@ def explain(
 ) -> int:
     """Draw the plan of a stream: sources, stages, runners, and what each costs, measured on the data itself.
 
-    Estimates tokens from a sample of rows, and runs about a million tokens through every stage.
+    Estimates tokens from a sample of rows, and runs three million tokens through every stage.
 
     Args:
         recipe: The recipe (TOML).

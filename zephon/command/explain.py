@@ -163,7 +163,10 @@ def show(stream: Stream, plan: StreamPlan, console: Console) -> None:
         (f"read and parse   tasks of {TASK_BYTES >> 10} KiB, {work}", seconds["read"]),
         ("measure   tokenise, one native call a task", seconds["measure"]),
         (f"mix and pack   {lanes}; {recipe.mix.unit}, whole {recipe.mix.piece}s; {packing}", seconds["mix and pack"]),
-        (f"materialise   {'with the loader' if stream.builder.tasks == 0 else work}", seconds["materialise"]),
+        (
+            f"materialise   {'with the loader' if stream.worker.builder.cheap_materialise else work}",
+            seconds["materialise"],
+        ),
         ("digest   only for ledgers", seconds["digest"]),
     ]
     total = sum(seconds.values())

@@ -12,6 +12,7 @@ it vanishes with its process, and where the file system has none (NFS) every ran
 """
 
 import contextlib
+import copy
 import hashlib
 import json
 import logging
@@ -74,8 +75,10 @@ class LineIndex:
         self.codec, self.file = codec_of(shard.path), File.at(Path(shard.path))
 
     def named(self, name: str) -> "LineIndex":
-        """The same file under another shard name."""
-        return LineIndex(replace(self.shard, name=name), self.starts, self.members, self.copy)
+        """The same file under another shard name; in the state that was indexed, whatever lies there by now."""
+        other = copy.copy(self)
+        other.shard = replace(self.shard, name=name)
+        return other
 
     def spans(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """First byte of each row, and the byte behind its last, trailing blanks included.
