@@ -24,6 +24,7 @@ from zephon import DataError
 from zephon.errors import RecipeError
 from zephon.formats import blobs, tar
 from zephon.formats.blobs import File, FileBlob, OpenFiles
+from zephon.formats.lines import ROW_BYTES
 from zephon.formats.tar import TarIndex, TarReader, index_tars
 from zephon.types import Blob, Row
 
@@ -634,6 +635,16 @@ def test_an_address_is_small_and_holds_in_other_processes(tmp_path: Path) -> Non
     assert json.loads(out.stdout) == list(range(1, 101))
     with pytest.raises(AttributeError):
         images[0].size = 3  # type: ignore[union-attr, misc]
+
+
+def test_what_measuring_reads_is_counted(tmp_path: Path) -> None:
+    """Texts count whole: by their first 4 KiB, a task held 256 of them of 1 MiB each, whatever [run] memory allowed."""
+    texts = [(f"{i}.txt", b"x" * 2**20) for i in range(4)]
+    assert TarReader([index_of(write_tar(tmp_path / "texts.tar", texts))]).row_bytes == 2**20
+    pictures = [(f"{i}.{suffix}", bytes(size)) for i in range(4) for suffix, size in (("jpg", 2**20), ("txt", 100))]
+    assert TarReader([index_of(write_tar(tmp_path / "pictures.tar", pictures))]).row_bytes == 4096 + 100
+    long = [("a.txt", bytes(ROW_BYTES + 1)), ("b.txt", b"x" * 50)]  # nothing of the first is ever read
+    assert TarReader([index_of(write_tar(tmp_path / "long.tar", long))]).row_bytes == 25
 
 
 def test_a_file_that_changes_is_never_read_on_silently(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_damaged_tag_means_no_turn(head: bytes, raw: bytes) -> None:
     """
     data = with_segment(b"Exif\0\0" + raw)
     if read_header(Bytes(data)).shown() == (4 * UNIT, 2 * UNIT):  # chance may write a whole tag
-        assert near(corners(decoded(data)), COLOURS, 14) or read_header(Bytes(data)).shown() is None
+        assert near(corners(decoded(data)), COLOURS, 14)
     else:
         assert b"\x01\x12\x00\x03" in data[:80]
 

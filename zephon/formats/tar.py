@@ -41,7 +41,7 @@ from zephon.types import Bad, Row
 logger = logging.getLogger(__name__)
 
 _LAYOUT = "tar 1"  # a change of what an index holds or of what makes a sample is another layout
-_BLOCK, _HEAD_BYTES = 512, 4096  # the latter of a member measuring reads: a text whole, of an image the header
+_BLOCK, _HEAD_BYTES = 512, 4096  # the latter of an image measuring reads; a text it reads whole
 _THREADS = 8  # headers lie far apart: where the file system is remote, waiting takes the time
 _TOLD = 8 * 1024 * 1024  # bytes between two calls of progress
 _EXTENDED_BYTES, _NAME_CHARS = 1024 * 1024, 4096  # webdataset's pattern takes the square of a name's length: 0.1 s here
@@ -109,6 +109,17 @@ class TarIndex:
         """How members of each suffix are decoded; None for those that are not."""
         return [_DECODERS.get(suffix.rpartition(".")[2]) for suffix in self.suffixes]
 
+    def read_bytes(self) -> int:
+        """Bytes that measuring all samples reads."""
+        members = np.asarray(self.members, np.int64)
+        is_text, sizes = self._texts(members)
+        return int(np.where(is_text, sizes, np.minimum(members[1], _HEAD_BYTES)).sum())
+
+    def _texts(self, members: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Of these members, which are texts, and bytes to read: none of what is too long."""
+        is_text = np.array([one is not None for one in self.decoders], bool)[members[2]]
+        return is_text, np.where(members[1] > ROW_BYTES, 0, members[1])
+
     def rows(self, rows: NDArray[np.int64]) -> list[Row | Bad]:
         """The samples with these numbers: texts decoded, addresses of everything else.
 
@@ -119,8 +130,7 @@ class TarIndex:
         count = np.asarray(self.starts[rows + 1], np.int64) - lo
         picked = np.arange(int(count.sum())) + (lo - np.cumsum(count) + count).repeat(count)
         table = np.asarray(self.members[:, picked], np.int64)
-        is_text = np.array([one is not None for one in self.decoders], bool)[table[2]]
-        sizes = np.where(table[1] > ROW_BYTES, 0, table[1])  # nothing is read of what is too long
+        is_text, sizes = self._texts(table)
         text_at = table[0, is_text]
         texts = iter(read_near(text_at, text_at + sizes[is_text], self.file.read))
         at, size, kind = cast(list[list[int]], table.tolist())
@@ -149,8 +159,7 @@ class TarReader:
         self._indexes = list(indexes)
         rows = np.asarray([index.shard.rows for index in indexes], np.int64)
         self._first = np.cumsum(rows) - rows
-        read = sum(int(np.minimum(index.members[1], _HEAD_BYTES).sum()) for index in indexes)
-        self.row_bytes = max(1, read // max(1, int(rows.sum())))
+        self.row_bytes = max(1, sum(index.read_bytes() for index in indexes) // max(1, int(rows.sum())))
 
     def read(self, rows: NDArray[np.int64]) -> list[Row | Bad]:
         out: list[Row | Bad] = [{}] * len(rows)

@@ -155,11 +155,7 @@ def failure(error: BaseException) -> Exception:
 
 
 def check_same(header: Mapping[str, Any], stream: "Stream") -> None:
-    """Refuse what is not the stream of the parent, which deals rows by number.
-
-    Raises:
-        DataError: files, or code that the recipe names, have changed since the parent opened them.
-    """
+    """Refuse a stream that is not the parent's, which deals rows by number, with a `DataError`."""
     if found := differences(header, stream.header(0)):
         table = "\n".join(f"  {key}: {before} -> {now}" for key, (before, now) in found.items())
         raise DataError(
@@ -209,20 +205,20 @@ def serve_loader(line: _Line, task: tuple["Recipe", dict[str, Any], Mapping[str,
         loader, most = stream.loader(**options), stream.budget.waiting
         gc.freeze()  # what is there now stays: full collections need not look at it again
         turn, live = 0, True
-        sent, group = list[int](), _Group()
+        sent, group, size = list[int](), list[Any](), 0
         while True:
-            full = sum(sent) + group.bytes >= most or len(sent) >= QUEUE_GROUPS
-            if group.items and (full or not sent or not live or group.ready):
-                line.send((turn, group.items))
-                sent.append(group.bytes)
-                group = _Group()
+            full = sum(sent) + size >= most or len(sent) >= QUEUE_GROUPS
+            if group and (full or not sent or not live or len(group) >= GROUP_BATCHES or size >= GROUP_BYTES):
+                line.send((turn, group))
+                sent.append(size)
+                group, size = [], 0
             while not live or sum(sent) >= most or len(sent) >= QUEUE_GROUPS or not asked.empty():
                 message = asked.get()
                 if message is None:
                     return
                 if message[0] == "load":
                     _, turn, state = message
-                    sent, group, live = [], _Group(), True
+                    sent, group, size, live = [], [], 0, True
                     loader.load_state_dict(state)
                 elif message[1] == turn:
                     sent.pop(0)
@@ -230,26 +226,14 @@ def serve_loader(line: _Line, task: tuple["Recipe", dict[str, Any], Mapping[str,
                 batch = next(loader)
             except Exception as error:
                 ended = isinstance(error, StopIteration)
-                group.items.append((None, None if ended else failure(error), loader.take_skipped()))
+                group.append((None, None if ended else failure(error), loader.take_skipped()))
                 live = False
                 continue
             ends = loader.between_steps
             state = loader.state_dict() if ends else None
             about = (loader.stats(), loader.rows_ahead, loader.take_skipped()) if ends else None
-            group.items.append((batch, state, about))
-            group.bytes += sum(array.nbytes for array in batch.values())
-
-
-class _Group:
-    """Micro-batches that are to be sent together."""
-
-    def __init__(self) -> None:
-        self.items: list[tuple[Any, Any, Any]] = []
-        self.bytes = 0
-
-    @property
-    def ready(self) -> bool:
-        return len(self.items) >= GROUP_BATCHES or self.bytes >= GROUP_BYTES
+            group.append((batch, state, about))
+            size += sum(array.nbytes for array in batch.values())
 
 
 def _listen(link: socket.socket, asked: "queue.Queue[tuple[Any, ...] | None]") -> None:

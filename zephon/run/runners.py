@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
@@ -60,8 +60,7 @@ _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class ThreadRunner(Runner):
-    """Does the work in threads. One that hangs is left behind, and another takes its place: neither `close` nor the end
-    of Python waits for it."""
+    """Does the work in threads. One that hangs is replaced and left behind, and nobody waits for it."""
 
     def __init__(self, workers: int, watch: Watch) -> None:
         self.tasks = workers + 1
@@ -106,8 +105,7 @@ def _work(tasks: "queue.SimpleQueue[_Task | None]", watch: Watch, crew: set[thre
             _fail(future, error)
             if me in crew:  # else all have been sent home
                 crew.discard(me)
-                for waiting in _drain(tasks):
-                    _fail(waiting[0], error)
+                _drop(tasks, error)
                 _hire(tasks, watch, crew)
 
         try:
@@ -120,17 +118,16 @@ def _work(tasks: "queue.SimpleQueue[_Task | None]", watch: Watch, crew: set[thre
         del task, future, args, give_up  # what a thread has done must not stay while it waits
 
 
-def _drain(tasks: "queue.SimpleQueue[_Task | None]") -> Iterator[_Task]:
-    """The tasks that no thread has taken."""
+def _drop(tasks: "queue.SimpleQueue[_Task | None]", error: Exception) -> None:
+    """Fail the tasks that no thread has taken."""
     with contextlib.suppress(queue.Empty):
         while task := tasks.get_nowait():
-            yield task
+            _fail(task[0], error)
 
 
 def _send_home(tasks: "queue.SimpleQueue[_Task | None]", crew: set[threading.Thread], watch: Watch) -> None:
     """Drop what waits and let the threads end; those that do not are left behind. Files close with their readers."""
-    for task in _drain(tasks):
-        _fail(task[0], UsageError(CLOSED))
+    _drop(tasks, UsageError(CLOSED))
     for _ in crew:
         tasks.put(None)
     ends = time.monotonic() + PATIENCE
@@ -161,7 +158,7 @@ class ProcessRunner(Runner):
             hand.expect(header)
 
     def submit(self, work: Callable[..., T], *args: Any) -> Handle[T]:
-        hand = min(self._crew, key=lambda one: one.load)
+        hand = min(self._crew, key=lambda one: len(one.tasks))
         return hand.submit(work.__name__, args)
 
     def close(self) -> None:
@@ -182,18 +179,13 @@ class _Hand:
     def __init__(self, recipe: Recipe, number: int, watch: Watch) -> None:
         self._recipe, self._number, self._watch = recipe, number, watch
         self._lock = threading.RLock()  # the search for garbage may close a dropped runner in any of these places
-        self._tasks: dict[int, tuple[str, tuple[Any, ...], Future[Any]]] = {}
+        self.tasks: dict[int, tuple[str, tuple[Any, ...], Future[Any]]] = {}
         self._next = 0
         self._header: Mapping[str, Any] | None = None  # what its process must find when it opens the stream
         self._lost: Exception | None = None  # why nothing is done here any more
         self._child = Child("worker", recipe, recipe.run.timeout / 2)
         self._reader = threading.Thread(target=self._read, name=f"zephon-reader-{number}", daemon=True)
         self._reader.start()
-
-    @property
-    def load(self) -> int:
-        """Number of open tasks."""
-        return len(self._tasks)
 
     def expect(self, header: Mapping[str, Any]) -> None:
         with self._lock:
@@ -207,7 +199,7 @@ class _Hand:
                 future.set_exception(self._lost)
                 return future
             number, self._next = self._next, self._next + 1
-            self._tasks[number] = name, args, future
+            self.tasks[number] = name, args, future
             try:
                 self._child.send((number, name, args))  # where it has died the reader notices, and sends it again
             except DataError as error:
@@ -256,7 +248,7 @@ class _Hand:
             with self._lock:
                 if self._lost:
                     return
-                future = self._tasks.pop(number)[2]
+                future = self.tasks.pop(number)[2]
             deaths = hangs = 0
             if good:
                 future.set_result(value)
@@ -273,7 +265,7 @@ class _Hand:
     def _oldest(self) -> str:
         """What it works on: the oldest open task."""
         with self._lock:
-            name, args, _ = next(iter(self._tasks.values()), ("nothing", (), None))
+            name, args, _ = next(iter(self.tasks.values()), ("nothing", (), None))
         return self._watch.describe(name, args)
 
     def _replace(self, what: str, error: Exception | None) -> None:
@@ -287,15 +279,15 @@ class _Hand:
             self._child = Child("worker", self._recipe, self._recipe.run.timeout / 2)
             if self._header:
                 self._child.send(self._header)
-            for again, (name, args, _) in self._tasks.items():
+            for again, (name, args, _) in self.tasks.items():
                 self._child.send((again, name, args))
 
     def _give_up(self, error: Exception) -> None:
         """Do nothing more: the open tasks fail, and all to come."""
         self._lost = self._lost or error
-        for _, _, future in self._tasks.values():
+        for _, _, future in self.tasks.values():
             future.set_exception(self._lost)
-        self._tasks.clear()
+        self.tasks.clear()
 
 
 def make_runner(recipe: Recipe, watch: Watch) -> Runner:
