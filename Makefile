@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install -e '.[dev]'
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## train, kill, resume on 1 and on 4 ranks; compare every batch (about 4 minutes)
+demo: $(STAMP)  ## train, kill, resume on 1 and on 4 ranks; compare every batch (5 to 7 minutes on 2 cores)
 	$(BIN)/python -m recipes.demo
 
 demo-vlm: $(STAMP)  ## the same with images and text in one stream, on Qwen 3.5's micro model (about 5 minutes)
@@ -27,7 +27,7 @@ demo-vlm: $(STAMP)  ## the same with images and text in one stream, on Qwen 3.5'
 demo-diloco: $(STAMP)  ## 4 decoupled learners, two killed, one slowed, beside data-parallel under the same faults (about 10 minutes; ARGS='--seconds 180')
 	$(BIN)/python -m recipes.diloco.demo $(ARGS)
 
-test: $(STAMP)  ## the tests, without the slow ones (about 11 minutes on 2 cores)
+test: $(STAMP)  ## the tests, without the slow ones (11 to 18 minutes on 2 cores)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not slow'
 
 test-all: $(STAMP)  ## all tests; a skipped one fails, unless a GPU is missing
