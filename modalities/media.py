@@ -1,12 +1,17 @@
 """What a row holds: of an image the address of its bytes (a cell, a member of a tar file, a path, or bytes at hand);
 text, however it is stored."""
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from zephon.formats.blobs import path_blob
+from zephon.formats.steady import steadily, unreadable
 from zephon.types import Blob
+
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL}
+"""What is the fault of the row that names a path; all else is a fault of the storage, which must cost no row."""
 
 
 class MediaError(ValueError):
@@ -43,6 +48,7 @@ def media(value: object, folder: Path) -> Blob:
 
     Raises:
         MediaError: it is none of these, or no such file; paths never leave `folder`.
+        DataError: a file is there, or may be, but the storage fails.
     """
     if isinstance(value, dict):
         cell = cast(dict[str, Any], value)
@@ -79,12 +85,20 @@ def _file(path: str, folder: Path) -> Blob:
     if path.startswith(("http:", "https:")):
         raise MediaError(f"{path:.200}: images are not fetched from the net while training; store them first")
     root = folder.resolve()
-    try:
+
+    def find() -> Blob:
         at = (root / path).resolve(strict=True)  # behind a loop of links the other form resolves nothing
         if not at.is_relative_to(root):
             raise MediaError(f"{path:.200} leads out of {root}, where this source's images lie")
         return path_blob(at)
-    except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, MediaError):
-            raise
-        raise MediaError(f"{path:.200}: {getattr(error, 'strerror', None) or error}") from error
+
+    try:
+        return steadily(f"{root}/{path}", 0, find)
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise unreadable(f"{root}/{path}", error) from error
+        raise MediaError(f"{path:.200}: {error.strerror}") from error
+    except MediaError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise MediaError(f"{path:.200}: {error}") from error

@@ -682,7 +682,7 @@ def test_a_file_that_changes_is_never_read_on_silently(tmp_path: Path) -> None:
     reader, blob = opened()
     reader.close()
     path.unlink()
-    refuse(reader, blob, r"was indexed, but cannot be read now \(No such file")
+    refuse(reader, blob, r"cannot be read \(No such file")
 
 
 def test_an_address_beyond_the_file_is_an_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ is read whole. An address knows the state of its file: bytes of another state ar
 """
 
 import errno
+import functools
 import os
 import resource
 import threading
@@ -17,8 +18,7 @@ from typing import NamedTuple
 
 from zephon.errors import DataError
 from zephon.formats.compressed import Descriptor
-from zephon.formats.steady import pread
-from zephon.run.watch import reading
+from zephon.formats.steady import pread, steadily, unreadable
 
 
 def open_files(most: int, part: int) -> int:
@@ -56,17 +56,11 @@ class File(NamedTuple):
         """
         if not size:
             return b""
-        try:
-            file, data = OPEN.get(self), b""
-            stat = os.fstat(file.fd)
-            if self.is_state(stat):
-                while len(data) < size and (more := pread(file.fd, size - len(data), offset + len(data), self.path)):
-                    data = data + more if data else more
-        except OSError as error:
-            raise DataError(
-                f"{self.path} was indexed, but cannot be read now ({error.strerror}). Left out, it would change the "
-                "order of everything else. Put it back, or start a new run without it."
-            ) from error
+        file, data = OPEN.get(self), b""
+        stat = os.fstat(file.fd)
+        if self.is_state(stat):
+            while len(data) < size and (more := pread(file.fd, size - len(data), offset + len(data), self.path)):
+                data = data + more if data else more
         if len(data) < size:
             raise DataError(
                 f"{self.path} was changed or cut while the run reads it ({stat.st_size} bytes now, {self.size} when it "
@@ -115,13 +109,19 @@ class OpenFiles:
         self._limit, self._lock, self._files = limit, threading.Lock(), OrderedDict[File, Descriptor]()
 
     def get(self, file: File) -> Descriptor:
-        """The file, open; OSError where it cannot be opened."""
+        """The file, open.
+
+        Raises:
+            DataError: it cannot be opened.
+        """
         with self._lock:
             if file in self._files:
                 self._files.move_to_end(file)
                 return self._files[file]
-        reading(file.path)
-        opened = Descriptor(file.path)  # without the lock: nobody waits for a slow file system who reads elsewhere
+        try:  # without the lock: nobody waits for a slow file system who reads elsewhere
+            opened = steadily(file.path, 0, functools.partial(Descriptor, file.path))
+        except OSError as error:
+            raise unreadable(file.path, error) from error
         with self._lock:
             self._files[file] = opened
             while len(self._files) > self._limit:
