@@ -113,11 +113,7 @@ class Chat:
         found = [self._read(i, row) for i, row in enumerate(rows)]
         spoken = [one for one in found if one.talk.assistants()]
         written = [self._write(one, one.talk) for one in spoken]
-        try:
-            samples = self._writer.encode(written)
-        except EncodeError as error:
-            raise BadRowError(spoken[error.text].number, f"{error}. Remove the row.") from error
-        for one, sample in zip(spoken, samples, strict=True):
+        for one, sample in zip(spoken, self._encode(spoken, written), strict=True):
             one.sample = sample
         long = [one for one in spoken if one.positions > self._seq_len]
         if self._too_long == "cut":
@@ -162,6 +158,12 @@ class Chat:
         except RenderError as error:
             raise BadRowError(row.number, f"{error}. Mend or remove the row.") from error
 
+    def _encode(self, rows: Sequence[_Row], written: Sequence[Written]) -> list[Sample]:
+        try:
+            return self._writer.encode(written)
+        except EncodeError as error:
+            raise BadRowError(rows[error.text].number, f"{error}. Remove the row.") from error
+
     def _cut(self, rows: Sequence[_Row]) -> None:
         """Leave out whole turns from the end, so that each ends with the assistant's last turn that fits.
 
@@ -173,7 +175,8 @@ class Chat:
             tried = [(row, (low + high + 1) // 2) for row, low, high in open_]
             written = [self._write(row, row.talk.first(row.talk.assistants()[turns - 1] + 1)) for row, turns in tried]
             after: list[tuple[_Row, int, int]] = []
-            for (row, low, high), (_, turns), sample in zip(open_, tried, self._writer.encode(written), strict=True):
+            samples = self._encode([row for row, _ in tried], written)
+            for (row, low, high), (_, turns), sample in zip(open_, tried, samples, strict=True):
                 if len(sample[0]) - 1 <= self._seq_len:
                     fits[row.number] = sample
                     after.append((row, turns, high))

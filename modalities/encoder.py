@@ -210,15 +210,19 @@ class Encoder:
         return np.concatenate([np.empty(0, np.int32), *parts]), offsets
 
 
+_PANIC = "PanicException"
+"""What a library in Rust raises where it panics: no `Exception`, and in no module that could be imported."""
+
+
 def _blaming(
     encode: Callable[[Sequence[str], bool], tuple[Ids, Ints]], texts: Sequence[str], special: bool
 ) -> tuple[Ids, Ints]:
     """Encode, and where that fails say on which text. tiktoken panics on a million blanks, which is no `Exception`."""
     try:
         return encode(texts, special)
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
     except BaseException as error:
+        if isinstance(error, MemoryError) or not (isinstance(error, Exception) or type(error).__name__ == _PANIC):
+            raise  # Ctrl-C, or the watchdog
         if len(texts) == 1:
             raise EncodeError(0, str(error) or type(error).__name__) from error
         for i, text in enumerate(texts):

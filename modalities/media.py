@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from zephon.formats.blobs import path_blob
+from zephon.formats.lines import ROW_BYTES
 from zephon.formats.steady import steadily, unreadable
 from zephon.types import Blob
 
@@ -74,7 +75,9 @@ def text_of(value: object) -> str:
         return value
     if not isinstance(value, bytes) and not hasattr(value, "read"):
         raise MediaError(f"must be a string, it is {value!r:.60}")
-    raw = value if isinstance(value, bytes) else cast(Blob, value).read()
+    raw = value if isinstance(value, bytes) else cast(Blob, value).head(ROW_BYTES + 1)
+    if len(raw) > ROW_BYTES:
+        raise MediaError(f"holds more than the {ROW_BYTES:,} bytes that are read of a text")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

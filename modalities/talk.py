@@ -127,7 +127,7 @@ def strings(value: object) -> Iterator[str]:
         for key, inner in value.items():
             yield key
             yield from strings(inner)
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         for inner in value:
             yield from strings(inner)
 
@@ -143,6 +143,6 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
         return change(value)
     if isinstance(value, dict):
         return {change(key): _mapped(inner, change) for key, inner in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_mapped(inner, change) for inner in value]
     return value

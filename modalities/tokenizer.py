@@ -179,7 +179,7 @@ def _open(file: Path, raw: bytes, config: dict[str, Any]) -> tuple[Library, Any]
     try:
         if file.suffix == ".json":
             return Hub(raw.decode("utf-8")), None
-        added = {int(number): token for number, token in config.get("added_tokens_decoder", {}).items()}
+        added = _added(config, file)
         if Ranks.looks_like(raw):
             _complete(config, file)
             special = {token["content"]: number for number, token in added.items()}
@@ -198,6 +198,21 @@ def _open(file: Path, raw: bytes, config: dict[str, Any]) -> tuple[Library, Any]
     except ValueError as error:
         known = "a tokenizer.json" if file.suffix == ".json" else "a SentencePiece model or a tiktoken rank file"
         raise RecipeError(f"{file} is not {known} that can be used: {error}. Mend it, or name another.") from error
+
+
+def _added(config: dict[str, Any], file: Path) -> dict[int, dict[str, Any]]:
+    """The tokens by id that tokenizer_config.json adds to those of a file."""
+    found = config.get("added_tokens_decoder", {})
+    try:
+        added = {int(number): token for number, token in found.items()}
+        if all(isinstance(token["content"], str) for token in added.values()):
+            return added
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass
+    raise RecipeError(
+        f"added_tokens_decoder of tokenizer_config.json beside {file} must be a table of tokens by id, as "
+        f'{{"100257": {{"content": "<|endoftext|>"}}}}, it is {found!r:.200}. The ids of its tokens would be a guess.'
+    )
 
 
 def _complete(config: dict[str, Any], file: Path) -> None:

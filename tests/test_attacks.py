@@ -30,7 +30,7 @@ from modalities import images
 from modalities.geometry import ImageError
 from modalities.headers import read_header
 from modalities.images import load
-from modalities.media import Bytes, MediaError, media
+from modalities.media import Bytes, MediaError, media, text_of
 from zephon import DataError
 from zephon.errors import UsageError
 from zephon.formats import compressed, jsonl, lines, parquet, tar
@@ -289,6 +289,19 @@ def test_no_path_of_a_row_leads_out_of_the_folder(tmp_path: Path, name: str) -> 
     assert media("in.jpg", root).read() == b"a"  # links within the folder are harmless
     with pytest.raises(MediaError):
         media(str(secret / "secret.jpg") if name == "ABSOLUTE" else name, root)
+
+
+def test_a_text_is_bounded_whatever_its_member_is_called(tmp_path: Path) -> None:
+    """Only members that are decoded as texts were; `text = "html"` read whatever there was."""
+    for size in (lines.ROW_BYTES, lines.ROW_BYTES + 1):
+        with (tmp_path / "page.html").open("wb") as file:
+            file.truncate(size)
+        blob = path_blob(tmp_path / "page.html")
+        if size == lines.ROW_BYTES:
+            assert len(text_of(blob)) == size
+        else:
+            with pytest.raises(MediaError, match="holds more than the 67,108,864 bytes"):
+                text_of(blob)
 
 
 def test_a_pipe_or_a_device_is_no_image_and_nobody_waits_for_it(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import pickle
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 import zephon
 from modalities.chat import Chat
+from modalities.encoder import EncodeError, Encoder
 from modalities.text import Text
 from zephon import RecipeError
 from zephon.digest import lane_digest, step_digest
@@ -575,6 +576,24 @@ def test_a_long_conversation_is_kept_cut_or_dropped(made: dict[str, Path]) -> No
             )
             expected = ids_of(chat(made["chatml"], loss=loss), LONG[: max(kept)]) if kept else ([], [])
             assert tuple(array.tolist() for array in measured.payloads[0]) == expected
+
+
+def test_a_tokenizer_that_fails_on_a_conversation_cut_short_names_its_row(
+    made: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the run without a name: only whole conversations were looked after."""
+    modality, real = chat(made["chatml"], 60, too_long="cut"), Encoder.encode
+
+    def fails(self: Encoder, texts: Sequence[str], special: bool = False) -> Any:
+        if bad := [i for i, text in enumerate(texts) if "odd" in text and "whole" not in text]:
+            raise EncodeError(bad[0], "odd")
+        return real(self, texts, special)
+
+    monkeypatch.setattr(Encoder, "encode", fails)
+    odd = [user("odd"), *LONG, user("whole")]
+    with pytest.raises(BadRowError, match="odd. Remove the row") as found:
+        modality.measure([{"messages": LONG[:2]}, {"messages": LONG}, {"messages": odd}])
+    assert found.value.row == 2
 
 
 def test_the_same_rows_give_the_same_samples_in_any_grouping(made: dict[str, Path]) -> None:

@@ -69,6 +69,38 @@ def test_check_as_json(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [one["dp"] for one in whole["ranks"]] == [1, 2, 4]  # type: ignore[attr-defined]
 
 
+def test_a_finite_stream_has_no_lanes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its sequences were given out as lanes, which no recipe could have asked for."""
+    recipe = finite(tmp_path)
+    code, out = run(capsys, "check", recipe, "--json")
+    whole = lines(out)[-1]
+    assert (code, set(whole)) == (0, {"global_batch_size", "seq_len", "ranks"})
+    assert whole["ranks"] == [{"dp": dp, "sequences_per_rank": 8 // dp} for dp in (1, 2, 4, 8)]
+
+
+def test_a_rank_of_a_finite_stream_counts_what_it_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It counted the tokens of all ranks, and so looked as much faster as there were ranks."""
+    recipe = finite(tmp_path)
+    (whole,) = lines(run(capsys, "run", recipe, "--json")[1])
+    half = [lines(run(capsys, "run", recipe, "--dp", 2, "--rank", rank, "--json")[1])[0] for rank in range(2)]
+    for name in ("tokens", "padding"):
+        assert sum(int(str(one[name])) for one in half) in (whole[name], int(str(whole[name])) - 1)
+    assert whole["steps"] == half[0]["steps"] == half[1]["steps"] != 0
+
+
+def test_a_run_that_goes_on_counts_from_there(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was noted before stood in the report of the rest too."""
+    with (recipe.parent / "a" / "two.jsonl").open("a") as file:
+        file.write('{"text": ""}\n' * 40)
+    saved = recipe.parent / "saved"
+    first = lines(run(capsys, "run", recipe, "--steps", 9, "--save", saved, "--json")[1])[0]
+    rest = lines(run(capsys, "run", recipe, "--steps", 20, "--resume", saved, "--json")[1])[0]
+    whole = lines(run(capsys, "run", recipe, "--steps", 20, "--json")[1])[0]
+    empty = [one["dropped"]["a"]["empty"] for one in (first, rest, whole)]  # type: ignore[index]
+    assert min(empty) > 0
+    assert empty[0] + empty[1] == empty[2]
+
+
 def test_help_teaches() -> None:
     top = zephon("--help").stdout
     assert all(word in top for word in ("check", "run", "digest", "export", "verify", "SHA-256"))
@@ -294,6 +326,36 @@ def test_run_until_interrupted_still_reports_and_saves(recipe: Path, steps: list
     taken = lines(out)[0]["steps"]
     assert taken == max(read_ledger(ledger)) > 0
     assert [path.name for path in saved.iterdir()] == [f"step-{taken}"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_amid_a_step_waits_for_it_and_a_second_one_does_not(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Between a step that was handed over and its line in the ledger, the state that was saved was ahead of it."""
+    noted: list[int] = []
+    with Stream.open(recipe) as stream:
+        loader = stream.loader()
+        real = loader.step_records
+
+        def interrupted() -> object:
+            found = real()
+            for _ in range(times * (loader.step == 3)):
+                os.kill(os.getpid(), signal.SIGINT)
+            return found
+
+        monkeypatch.setattr(loader, "step_records", interrupted)
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            if times == 1:
+                assert rehearse(stream, loader, None, lambda _: noted.append(loader.step)).steps == 3
+            else:
+                with pytest.raises(KeyboardInterrupt):
+                    rehearse(stream, loader, None, lambda _: noted.append(loader.step))
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        finally:
+            signal.signal(signal.SIGINT, handler)
+    assert noted == [1, 2, 3][: 4 - times]
 
 
 def test_ctrl_c_waits_until_a_step_is_noted(recipe: Path) -> None:

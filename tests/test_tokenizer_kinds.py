@@ -327,6 +327,10 @@ def test_chat_with_a_rank_file(tmp_path: Path) -> None:
             {"pat_str": "("},
             "is not a SentencePiece model or a tiktoken rank file that can be used: tiktoken cannot load",
         ),
+        ({"added_tokens_decoder": {"7": "<x>"}}, "must be a table of tokens by id, .* it is {'7': '<x>'}"),
+        ({"added_tokens_decoder": {"x": {"content": "<x>"}}}, "must be a table of tokens by id"),
+        ({"added_tokens_decoder": {"7": {"token": "<x>"}}}, "must be a table of tokens by id"),
+        ({"added_tokens_decoder": ["<x>"]}, "must be a table of tokens by id, .* it is \\['<x>'\\]"),
         ({"added_tokens_decoder": {"7": {"content": "<x>"}}}, "the ids \\[7\\] are both ranks and control tokens"),
     ],
 )

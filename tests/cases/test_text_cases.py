@@ -32,7 +32,9 @@ from cases.makers import (
 )
 from modalities.encoder import Encoder
 from modalities.ranks import Ranks
+from modalities.tokenizer import TextTokenizer
 from zephon import DataError, Stream
+from zephon.recipe import TokenizerSpec
 
 SKIP = {"on_error": "skip", "max_bad": 1000}
 
@@ -160,12 +162,12 @@ def test_other_errors_of_a_tokenizer_name_the_row(tmp_path: Path, monkeypatch: p
     https://github.com/openai/tiktoken/issues/15
     """
 
-    class Panic(BaseException):
+    class PanicException(BaseException):
         pass
 
     def fails(self: Encoder, texts: Sequence[str], special: bool) -> Any:
         if any("poison" in text for text in texts):
-            raise Panic("odd")
+            raise PanicException("odd")
         return Encoder._encode_reference(self, texts, special)
 
     monkeypatch.setattr(Encoder, "_encode_fast", fails)
@@ -175,6 +177,27 @@ def test_other_errors_of_a_tokenizer_name_the_row(tmp_path: Path, monkeypatch: p
     for one, place in ((source("x.jsonl"), r"x\.jsonl, line 2"), (images("x.tar", on_error="raise"), "sample poison")):
         with pytest.raises(DataError, match=rf"{place}, byte \d+: the tokenizer fails on it: odd"):
             delivered(recipe(tmp_path, one))
+
+
+def test_a_tokenizer_that_is_interrupted_blames_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog's end of a task was taken for a failure on a text, and every text was tried once more.
+
+    https://github.com/openai/tiktoken/issues/15
+    """
+
+    class GivenUpError(BaseException):
+        pass
+
+    def hangs(self: Encoder, texts: Sequence[str], special: bool) -> Any:
+        calls.append(len(texts))
+        raise GivenUpError
+
+    calls = list[int]()
+    tokenizer = TextTokenizer(TokenizerSpec(tokenizer_folder("both")))
+    monkeypatch.setattr(Encoder, "_encode_fast", hangs)
+    with pytest.raises(GivenUpError):
+        tokenizer.encode(["a", "b", "c"])
+    assert calls == [3]
 
 
 def test_what_fails_in_a_map_names_the_row(tmp_path: Path) -> None:

@@ -79,14 +79,16 @@ def check(
                     "walked_by_every_lane": known.order.walks_all,
                 }
             )
+        finite = stream.recipe.finite  # which has no lanes: ranks share the sequences of a step
         worlds = [
-            {"dp": world, "lanes_per_rank": lanes // world, "sequences_per_rank": size // world}
+            {"dp": world, **({} if finite else {"lanes_per_rank": lanes // world}), "sequences_per_rank": size // world}
             for world in divisors(lanes)
         ]
         if json:
             for row in rows:
                 _print_json(row)
-            _print_json({"lanes": lanes, "global_batch_size": size, "seq_len": stream.batch.seq_len, "ranks": worlds})
+            batch = {"global_batch_size": size, "seq_len": stream.batch.seq_len, "ranks": worlds}
+            _print_json(batch if finite else {"lanes": lanes, **batch})
         else:
             _show_check(rows, worlds, stream)
     return 0
@@ -118,13 +120,12 @@ def _show_check(rows: list[dict[str, Any]], worlds: list[dict[str, Any]], stream
                 f"{stream.recipe.lanes} lanes: every lane walks all of it by itself, so lanes may hold the "
                 "same row at the same time. Smaller chunk_rows or fewer lanes avoid it.[/]"
             )
-    columns = {"dp": "data-parallel ranks", "lanes_per_rank": "lanes a rank"}
-    if stream.recipe.finite:
-        del columns["lanes_per_rank"]
-    columns["sequences_per_rank"] = "sequences a rank and step"
-    table = Table(*columns.values(), title="Ranks that work")
+    names = {
+        "dp": "data-parallel ranks", "lanes_per_rank": "lanes a rank", "sequences_per_rank": "sequences a rank and step"
+    }  # fmt: skip
+    table = Table(*(names[key] for key in worlds[0]), title="Ranks that work")
     for world in worlds:
-        table.add_row(*(str(world[key]) for key in columns))
+        table.add_row(*map(str, world.values()))
     out.print(table)
     out.print("[green]The recipe holds.[/]")
 

@@ -27,6 +27,8 @@ _SAMPLE_SECONDS = 0.2
 class Report:
     """What a rehearsal found. Times in seconds, CPU over all processes; `shares` of the positions that were mixed.
 
+    `tokens` and `padding` are this rank's. The ranks of a finite stream decide it whole, and `Stats` has the figures of
+    all: of those a rank has the part that it has of every batch. `dropped` is what all of them came to.
     `cpu_s_per_mtoken` and `first_batch_s` are None where no step was taken.
     """
 
@@ -55,26 +57,24 @@ def rehearse(
         TimeRemainingColumn(),
     )
     before, taken, first = loader.stats(), loader.step, 0.0
-    with _PeakPss() as memory, Progress(*columns, console=err, disable=not err.is_terminal) as bars:
+    part, whole = (len(loader.lanes), stream.parts) if stream.recipe.finite else (1, 1)
+    bars = Progress(*columns, console=err, disable=not err.is_terminal)
+    with _PeakPss() as memory, bars, _between_steps() as stopped:
         task = bars.add_task("run", total=steps, completed=loader.step, rate="")
         started, cpu = time.perf_counter(), cpu_seconds()
-        try:
-            while steps is None or loader.step < steps:
-                try:
-                    records = loader.step_records()
-                except StopIteration:
-                    break
-                first = first or time.perf_counter() - started
-                with _uninterrupted():
-                    after(records)
-                if err.is_terminal:
-                    rate = (loader.stats().positions - before.positions) / (time.perf_counter() - started)
-                    bars.update(task, completed=loader.step, rate=f"{rate / 1e6:.1f} Mtok/s")
-        except KeyboardInterrupt:
-            err.print("Stopped; the report covers the steps so far.")
+        while not stopped and (steps is None or loader.step < steps):
+            try:
+                records = loader.step_records()
+            except StopIteration:
+                break
+            first = first or time.perf_counter() - started
+            after(records)
+            if err.is_terminal:
+                rate = (loader.stats().positions - before.positions) / whole * part / (time.perf_counter() - started)
+                bars.update(task, completed=loader.step, rate=f"{rate / 1e6:.1f} Mtok/s")
         wall, cpu = time.perf_counter() - started, cpu_seconds() - cpu
     now = loader.stats()
-    tokens = now.positions - before.positions
+    tokens = (now.positions - before.positions) * part // whole
     mixed = {name: number - before.mixed[name] for name, number in now.mixed.items()}
     total = max(1, sum(mixed.values()))
     weights = {spec.name: spec.weight for spec in stream.recipe.sources}
@@ -88,8 +88,11 @@ def rehearse(
         first_batch_s=first or None,
         shares={name: number / total for name, number in mixed.items()},
         targets={name: float(weight / sum(weights.values())) for name, weight in weights.items()},
-        padding=now.padding - before.padding,
-        dropped=now.dropped,
+        padding=(now.padding - before.padding) * part // whole,
+        dropped={
+            name: {what: number - before.dropped[name][what] for what, number in counts.items()}
+            for name, counts in now.dropped.items()
+        },
     )
 
 
@@ -113,20 +116,24 @@ def show_report(report: Report) -> None:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Generator[None]:
-    """Have Ctrl-C wait until a step is noted whole: the state that is saved then must not be ahead of the ledger."""
-    came: list[FrameType | None] = []
+def _between_steps() -> Generator[list[int]]:
+    """Have Ctrl-C wait until a step is noted whole: the state that is saved must not be ahead of the ledger.
 
-    def note(_: int, frame: FrameType | None) -> None:
-        came.append(frame)
+    Yields what is empty until it comes. A second one ends the command at once, without a report.
+    """
+    came: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(number)
+        err.print("Stopping after this step; the report covers those so far. Ctrl-C again ends without one.")
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield
+        yield came
     finally:
         signal.signal(signal.SIGINT, before)
-    if came and callable(before):
-        before(signal.SIGINT, came[0])
 
 
 def cpu_seconds() -> float:
