@@ -5,6 +5,7 @@ with the temporal copy, padded to the largest image of the micro-batch, is made 
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,8 +19,8 @@ from modalities.geometry import expand
 from modalities.image_text import ImageText
 from recipes import cpu
 from recipes.titan_text import complete_run, on_cpu, with_vocabulary
-from zephon import RecipeError
-from zephon.titan import DataLoader, Trainer, Validator
+from zephon import RecipeError, Stream
+from zephon.titan import Trainer, Validator
 
 cpu.install()
 cpu.stub_fla()
@@ -64,7 +65,7 @@ class ImageTextValidator(Validator):
     """The validator of image-text runs."""
 
     builder: ImageText
-    """Of the training stream; set by the trainer. A model has one way to take images."""
+    """Of what is validated on; set by the trainer when it has checked it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
@@ -83,31 +84,46 @@ class ImageTextTrainer(Trainer):
         validator: ImageTextValidator.Config = field(default_factory=ImageTextValidator.Config)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def train(self) -> None:
-        """Check that loader and model cut images alike, then train."""
-        self._builder = builder_of(self.dataloader)
+        """Check that loader, validation and model cut images alike, then train."""
+        self._builder = self._checked(self.dataloader.stream)
         self._special = special_tokens(self.tokenizer, self._builder)
-        check_geometry(self._builder, cast(Any, self.model_config).vision_encoder)
         if isinstance(validator := getattr(self, "validator", None), ImageTextValidator):
-            validator.builder = self._builder
+            validator.builder = self._checked(validator.stream)
+            if validator.builder.preset != self._builder.preset:
+                raise RecipeError(
+                    f"{validator.stream.recipe.path}, on which is validated, prepares images for another model than "
+                    f"{self.dataloader.stream.recipe.path}, on which is trained: losses would say nothing. Take one "
+                    "preset in the image_text sources of both."
+                )
         super().train()
+
+    def _checked(self, stream: Stream) -> ImageText:
+        """What builds a stream's records, if it is for this model."""
+        builder = builder_of(stream)
+        special_tokens(self.tokenizer, builder)
+        check_geometry(builder, cast(Any, self.model_config).vision_encoder, stream.recipe.path)
+        return builder
 
     def post_dataloading_process(self, input_dict: Tensors, labels: torch.Tensor) -> Any:
         return super().post_dataloading_process(for_model(input_dict, self._builder, self._special), labels)
 
 
-def builder_of(loader: DataLoader) -> ImageText:
-    """The modality that builds a loader's records.
+def builder_of(stream: Stream) -> ImageText:
+    """The modality that builds a stream's records.
 
     Raises:
         RecipeError: the recipe has no images.
     """
-    builder = loader.stream.worker.builder
+    builder = stream.worker.builder
     if not isinstance(builder, ImageText):
-        raise RecipeError("No source of this recipe has modality = 'image_text'. Train it with recipes.titan_text.")
+        raise RecipeError(
+            f"{stream.recipe.path}: no source has modality = 'image_text'. Train or validate on it with "
+            "recipes.titan_text."
+        )
     return builder
 
 
-def check_geometry(builder: ImageText, encoder: Any) -> None:
+def check_geometry(builder: ImageText, encoder: Any, recipe: Path) -> None:
     """Refuse a recipe whose patches are not those of the model's vision encoder.
 
     Raises:
@@ -122,7 +138,7 @@ def check_geometry(builder: ImageText, encoder: Any) -> None:
     ours = (builder.geometry.patch_size, builder.geometry.temporal, builder.geometry.merge_size)
     if ours != theirs:
         raise RecipeError(
-            f"The recipe cuts images into patches of {ours[0]} pixels, {ours[1]} frames and {ours[2]}×{ours[2]} to a "
+            f"{recipe} cuts images into patches of {ours[0]} pixels, {ours[1]} frames and {ours[2]}×{ours[2]} to a "
             f"token, the model's encoder wants {theirs[0]}, {theirs[1]} and {theirs[2]}×{theirs[2]}. Take the "
             "preset of the model in every image_text source."
         )

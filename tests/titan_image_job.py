@@ -64,12 +64,22 @@ def uneven(folder: Path) -> None:
     run(watched(config(folder, qwen_micro(), "turns.toml", steps=50, local_batch_size=1, global_batch_size=2)))
 
 
-def validate(folder: Path) -> None:
+def validate(folder: Path, recipe: str = "finite.toml") -> None:
     made = config(folder, qwen_micro(), steps=4)
     made.optimizer = default_adamw(lr=0.0)
-    loader = DataLoader.Config(recipe=str(folder.parent / "finite.toml"))
+    loader = DataLoader.Config(recipe=str(folder.parent / recipe))
     made.validator = ImageTextValidator.Config(enable=True, freq=4, steps=-1, dataloader=loader)
     run(made)
+
+
+def validate_glimmer(folder: Path) -> None:
+    """Images for another model in the validation: refused before anything is trained."""
+    validate(folder, "finite-glimmer.toml")
+
+
+def validate_text(folder: Path) -> None:
+    """No images in the validation, whose model needs them."""
+    validate(folder, "finite-text.toml")
 
 
 def geometry(folder: Path) -> None:

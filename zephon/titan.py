@@ -190,7 +190,7 @@ class Validator(TitanValidator):
             local_batch_size=local,
         )  # fmt: skip
         first.loader.close()
-        self.dl_config = config
+        self.dl_config, self.stream = config, first.stream
         own: Any = self.config
         if own.steps != -1:
             micro_batches = first.stream.batch.global_batch_size // (ranks * local)
