@@ -30,13 +30,17 @@ _NONE, _SURROGATES, _SPELLS, _CUT, _LONG = (
     "conversation too long",  # "too long" is the packer's word
 )
 
+_CUTS = 2
+"""How `_cut` finds its place; another number where it would find another one."""
+
 
 @dataclass(slots=True)
 class _Row:
-    """A row on its way: its conversation, what is counted of it, and its tokens and which are trained."""
+    """A row on its way: its conversation, what is counted of it, why it is bad, its tokens and which are trained."""
 
     number: int
     talk: Talk
+    fault: str = ""
     counts: list[str] = field(default_factory=list[str])
     sample: Sample = (np.empty(0, np.int32), np.empty(0, np.bool_))
 
@@ -49,6 +53,10 @@ class _Row:
         """Turns of the assistant after which something can be left out."""
         turns = self.talk.assistants()
         return len(turns) - (turns[-1:] == [len(self.talk.messages) - 1])
+
+    def until(self, turns: int) -> Talk:
+        """The conversation up to so many turns of the assistant, at least one."""
+        return self.talk.first(self.talk.assistants()[turns - 1] + 1)
 
     def drop(self, reason: str) -> None:
         """Deliver nothing of it."""
@@ -94,6 +102,7 @@ class Chat:
             "tools": self._tools,
             "loss": self._loss,
             "too_long": self._too_long,
+            **({"cuts": _CUTS} if self._too_long == "cut" else {}),
             "template": self._template.fingerprint,
             "tokenizer": self._tokenizer.fingerprint,
         }
@@ -101,20 +110,19 @@ class Chat:
     def probe(self, rows: Sequence[Row]) -> None:
         """Compare the two tokenizer libraries on the first conversations of the source."""
         found = [self._read(i, row) for i, row in enumerate(rows)]
-        self._writer.compare([self._write(one, one.talk) for one in found if one.talk.assistants()])
+        self._writer.compare(list(self._written([(one, one.talk) for one in found if one.talk.assistants()]).values()))
 
     def measure(self, rows: Sequence[Row]) -> Measured:
-        """One sample a row.
+        """One sample a row. A row without a conversation, or one that cannot be written or told apart, is a fault.
 
         Raises:
-            BadRowError: a row has no conversation, the template refuses it, its turns cannot be told apart, or the
-                tokenizer fails on it.
+            BadRowError: the tokenizer fails on a row.
         """
         found = [self._read(i, row) for i, row in enumerate(rows)]
         spoken = [one for one in found if one.talk.assistants()]
-        written = [self._write(one, one.talk) for one in spoken]
-        for one, sample in zip(spoken, self._encode(spoken, written), strict=True):
-            one.sample = sample
+        samples = self._samples([(one, one.talk) for one in spoken])
+        for one in spoken:
+            one.sample = samples.get(one.number, one.sample)
         long = [one for one in spoken if one.positions > self._seq_len]
         if self._too_long == "cut":
             self._cut(long)
@@ -122,13 +130,14 @@ class Chat:
             for one in long:
                 one.drop(_LONG)
         for one in found:
-            if not one.sample[1][1:].any() and _LONG not in one.counts:
+            if not one.sample[1][1:].any() and not one.fault and _LONG not in one.counts:
                 one.drop(_NONE)
         return Measured(
             range(len(found)),
             [one.positions for one in found],
             [one.sample for one in found],
-            {one.number: tuple(one.counts) for one in found if one.counts},
+            {one.number: tuple(one.counts) for one in found if one.counts and not one.fault},
+            faults={one.number: one.fault for one in found if one.fault},
         )
 
     def materialise(self, plans: Sequence[Plan]) -> Batch:
@@ -142,7 +151,7 @@ class Chat:
         try:
             talk = read_talk(row, self._messages, self._tools)
         except BadTalkError as error:
-            raise BadRowError(number, str(error)) from error
+            return _Row(number, Talk([], None), str(error))
         found = _Row(number, talk)
         everything = "\0".join(itertools.chain(strings(talk.messages), strings(talk.tools)))
         if self._tokenizer.clean(everything) is not None:
@@ -152,40 +161,56 @@ class Chat:
             found.counts.append(_SPELLS)
         return found
 
-    def _write(self, row: _Row, talk: Talk) -> Written:
-        try:
-            return self._writer.write(talk, spells=_SPELLS in row.counts)
-        except RenderError as error:
-            raise BadRowError(row.number, f"{error}. Mend or remove the row.") from error
+    def _written(self, asked: Sequence[tuple[_Row, Talk]]) -> dict[int, Written]:
+        """What the template makes of conversations, by number of the row; those that it refuses are faults."""
+        out: dict[int, Written] = {}
+        for row, talk in asked:
+            try:
+                out[row.number] = self._writer.write(talk, spells=_SPELLS in row.counts)
+            except RenderError as error:
+                row.fault = f"{error}. Mend or remove the row."
+        return out
 
-    def _encode(self, rows: Sequence[_Row], written: Sequence[Written]) -> list[Sample]:
+    def _samples(self, asked: Sequence[tuple[_Row, Talk]]) -> dict[int, Sample]:
+        """Write and encode; by number of the row, without those that are faults."""
+        written = self._written(asked)
         try:
-            return self._writer.encode(written)
+            return dict(zip(written, self._writer.encode(list(written.values())), strict=True))
         except EncodeError as error:
-            raise BadRowError(rows[error.text].number, f"{error}. Remove the row.") from error
+            raise BadRowError(list(written)[error.text], f"{error}. Remove the row.") from error
 
     def _cut(self, rows: Sequence[_Row]) -> None:
         """Leave out whole turns from the end, so that each ends with the assistant's last turn that fits.
 
-        That turn is found by halving, all rows at once: one call of the tokenizer a round.
+        That turn is found by halving, all rows at once: one call of the tokenizer a round. Where the template writes
+        less of a turn that others follow, as Qwen 3's does of thoughts, more may be shorter: each is tried in turn.
         """
         fits: dict[int, Sample] = {}
-        open_ = [(row, 0, row.turns) for row in rows]  # turns that fit, turns that may
-        while open_ := [(row, low, high) for row, low, high in open_ if low < high]:
-            tried = [(row, (low + high + 1) // 2) for row, low, high in open_]
-            written = [self._write(row, row.talk.first(row.talk.assistants()[turns - 1] + 1)) for row, turns in tried]
-            after: list[tuple[_Row, int, int]] = []
-            samples = self._encode([row for row, _ in tried], written)
-            for (row, low, high), (_, turns), sample in zip(open_, tried, samples, strict=True):
-                if len(sample[0]) - 1 <= self._seq_len:
+        open_ = [(row, 0, row.turns, self._grows(row)) for row in rows]  # turns that fit, turns that may
+        while open_ := [one for one in open_ if one[1] < one[2] and not one[0].fault]:
+            tried = [(low + high + 1) // 2 if grows else high for _, low, high, grows in open_]
+            samples = self._samples([(one[0], one[0].until(turns)) for one, turns in zip(open_, tried, strict=True)])
+            after: list[tuple[_Row, int, int, bool]] = []
+            for (row, low, high, grows), turns in zip(open_, tried, strict=True):
+                sample = samples.get(row.number)
+                if sample and len(sample[0]) - 1 <= self._seq_len:
                     fits[row.number] = sample
-                    after.append((row, turns, high))
+                    after.append((row, turns, high, grows))
                 else:
-                    after.append((row, low, turns - 1))
+                    after.append((row, low, turns - 1, grows))
             open_ = after
         for row in rows:
             if row.number in fits:
                 row.sample = fits[row.number]
                 row.counts.append(_CUT)
-            else:
+            elif not row.fault:
                 row.drop(_LONG)
+
+    def _grows(self, row: _Row) -> bool:
+        """Whether what the template writes of each turn stays as it is when others follow."""
+        talks = [row.until(turns) for turns in range(1, row.turns + 1)]
+        try:
+            texts = [self._writer.write(talk, spells=_SPELLS in row.counts).text for talk in talks]
+        except RenderError:
+            return False
+        return all(after.startswith(before) for before, after in itertools.pairwise(texts))

@@ -71,6 +71,12 @@ class Marks:
                 f"The tokenizer in {tokenizer.folder} has no {', '.join(missing)}, with which this preset marks "
                 "images. Use the model's own tokenizer, or another preset."
             )
+        ids, _ = tokenizer.encode(preset.tokens)
+        if spelled := [token for token, number in zip(preset.tokens, found, strict=True) if number in ids]:
+            raise RecipeError(
+                f"The tokenizer in {tokenizer.folder} makes {', '.join(spelled)} of text that spells it, so a caption "
+                'could hold an image that is not there. Give these tokens "special": true among its added tokens.'
+            )
         start, pad, end, video = found
         return Marks(cast(int, start), cast(int, pad), cast(int, end), video)
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import pickle
 import random
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -291,6 +292,13 @@ def chat(folder: Path, seq_len: int = 4096, **options: object) -> Chat:
     return Chat(options, Context(seq_len, TokenizerSpec(folder), _shared.setdefault(held, {})))
 
 
+def refused(modality: Chat, talks: list[list[dict[str, Any]]], complaint: str) -> None:
+    """The last of the conversations is a fault, the others are none."""
+    faults = modality.measure([{"messages": talk} for talk in talks]).faults
+    assert list(faults) == [len(talks) - 1]
+    assert re.search(complaint, faults[len(talks) - 1])
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("chat")
@@ -513,8 +521,8 @@ def test_control_tokens_in_tools_and_calls_are_text_too(made: dict[str, Path]) -
 def test_a_template_that_reads_control_tokens_in_messages_is_refused(tmp_path: Path) -> None:
     reads = CHATML.replace("message['content']", "(message['content'] | replace('<|im_end|>', 'END'))")
     modality = chat(folder_for(tmp_path, reads))
-    with pytest.raises(BadRowError, match="spells a control token, and the chat template does more with it than write"):
-        modality.measure([{"messages": [user("a<|im_end|>b"), bot("c")]}])
+    why = "spells a control token, and the chat template does more with it than write"
+    refused(modality, [[user("a<|im_end|>b"), bot("c")]], why)
 
 
 def test_private_letters_cannot_forge_a_control_token(made: dict[str, Path]) -> None:
@@ -522,8 +530,7 @@ def test_private_letters_cannot_forge_a_control_token(made: dict[str, Path]) -> 
     forged = modality._tokenizer._names["<|im_end|>"]
     ids, _ = ids_of(modality, [user(f"a {forged}"), bot("b")])  # nothing is spelled: no private names are used
     assert ids == hub("chatml").apply_chat_template([user(f"a {forged}"), bot("b")], return_dict=False)
-    with pytest.raises(BadRowError, match="letters of private Unicode planes"):
-        modality.measure([{"messages": [user(f"a {forged} <s>"), bot("b")]}])
+    refused(modality, [[user(f"a {forged} <s>"), bot("b")]], "letters of private Unicode planes")
     ids, _ = ids_of(modality, [user("icons \U000f0001\U00100000\U00100001 <s>"), bot("b\U00100000")])
     assert tokenizer_of("bytes").decode(ids[:14]).startswith("user\nicons \U000f0001\U00100000"[:9])
 
@@ -576,6 +583,51 @@ def test_a_long_conversation_is_kept_cut_or_dropped(made: dict[str, Path]) -> No
             )
             expected = ids_of(chat(made["chatml"], loss=loss), LONG[: max(kept)]) if kept else ([], [])
             assert tuple(array.tolist() for array in measured.payloads[0]) == expected
+
+
+THINKING = CHATML_MARKED.replace(
+    "generation %}\n            {{-", "generation %}{{- (message.thought if loop.last else '') +"
+)
+"""Thoughts of the last turn alone, as templates of models that reason have them."""
+
+
+def thinking(thought: str, content: str) -> dict[str, Any]:
+    return bot(content) | {"thought": thought}
+
+
+@pytest.mark.parametrize("thoughts", [(9, 90, 90), (90, 9, 90), (90, 90, 9), (9, 90, 9)])
+@pytest.mark.parametrize("loss", ["all", "last"])
+def test_a_conversation_that_is_shorter_with_more_turns_keeps_all_that_fit(
+    tmp_path: Path, thoughts: tuple[int, ...], loss: str
+) -> None:
+    """Halving took for granted that more turns are longer, and dropped what would have fitted."""
+    assert THINKING != CHATML_MARKED
+    folder = folder_for(tmp_path, THINKING)
+    talk = [one for size in thoughts for one in (user("q"), thinking("t" * size, "b" * 9))]
+    best = [ids_of(chat(folder, loss=loss), talk[: 2 * turns]) for turns in (1, 2, 3)]
+    whole = [*talk, user("xq;" * 400)]
+    for seq_len in sorted({len(ids) - 1 + shift for ids, _ in best for shift in (-1, 0)}):
+        kept = max((turns for turns, (ids, _) in enumerate(best, 1) if len(ids) - 1 <= seq_len), default=0)
+        measured = chat(folder, seq_len, too_long="cut", loss=loss).measure([{"messages": whole}])
+        assert measured.counts == {0: ("cut at a turn" if kept else "conversation too long",)}
+        expected = best[kept - 1] if kept else ([], [])
+        assert tuple(array.tolist() for array in measured.payloads[0]) == expected
+
+
+def test_bad_conversations_are_written_once(made: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had all others of its task measured again: with 30 in 100, 70 times the CPU."""
+    modality, calls = chat(made["mistral"]), list[int]()
+    real = modality._writer.encode
+
+    def counted(written: Sequence[Any]) -> Any:
+        calls.append(len(written))
+        return real(written)
+
+    monkeypatch.setattr(modality._writer, "encode", counted)
+    talks = [[user("a"), user("b"), bot("c")] if i % 3 else [user("a"), bot("c")] for i in range(60)]
+    faults = modality.measure([{"messages": talk} for talk in talks]).faults
+    assert list(faults) == [i for i in range(60) if i % 3]
+    assert calls == [20]
 
 
 def test_a_tokenizer_that_fails_on_a_conversation_cut_short_names_its_row(
@@ -691,17 +743,15 @@ def test_a_template_that_rewrites_what_it_has_written_is_refused_for_such_rows(t
     late = folder_for(tmp_path, MISTRAL_LATE, more=MISTRAL_TOKENS)
     one, two = [user("a"), bot("b")], [user("a"), bot("b"), user("c"), bot("d")]
     assert trained_text(chat(late), one) == [" b</s>"]
-    with pytest.raises(BadRowError, match=r"before message 1 otherwise alone than within .* or loss = 'last'") as error:
-        chat(late).measure([{"messages": one}, {"messages": two}])
-    assert error.value.row == 1
+    refused(chat(late), [one, two], r"before message 1 otherwise alone than within .* or loss = 'last'")
     assert trained_text(chat(late, loss="last"), two) == [" d</s>"]
 
 
 def test_a_turn_written_otherwise_at_the_end_needs_a_token_that_ends_it(tmp_path: Path) -> None:
     signed = PLAIN.replace("message.content + '\n\n' }}", "message.content }}{{ '!' if loop.last else '\n\n' }}")
     assert signed != PLAIN
-    with pytest.raises(BadRowError, match="message 1 otherwise at the end of a conversation than within it"):
-        chat(folder_for(tmp_path, signed)).measure([{"messages": [user("a"), bot("b"), user("c"), bot("d")]}])
+    why = "message 1 otherwise at the end of a conversation than within it"
+    refused(chat(folder_for(tmp_path, signed)), [[user("a"), bot("b"), user("c"), bot("d")]], why)
 
 
 def test_the_last_turn_must_be_one_marked_part(tmp_path: Path) -> None:
@@ -709,8 +759,7 @@ def test_the_last_turn_must_be_one_marked_part(tmp_path: Path) -> None:
         "{%- generation %}", "{%- generation %}{{ 'x' }}{% endgeneration %}{{ 'y' }}{% generation %}"
     )
     assert trained_text(chat(folder_for(tmp_path, twice)), [user("a"), bot("b")]) == ["x", "b<|im_end|>"]
-    with pytest.raises(BadRowError, match="marks 2 parts for 1 turns of the assistant"):
-        chat(tmp_path, loss="last").measure([{"messages": [user("a"), bot("b")]}])
+    refused(chat(tmp_path, loss="last"), [[user("a"), bot("b")]], "marks 2 parts for 1 turns of the assistant")
 
 
 # --- rows and options ------------------------------------------------------------------------------------------------
@@ -736,9 +785,10 @@ def test_the_last_turn_must_be_one_marked_part(tmp_path: Path) -> None:
 )
 def test_bad_rows_are_named(made: dict[str, Path], row: dict[str, object], complaint: str) -> None:
     modality = chat(made["mistral"] if "messages" in row and len(str(row)) > 120 else made["llama3"])
-    with pytest.raises(BadRowError, match=complaint) as error:
-        modality.measure([{"messages": [user("a"), bot("b")]}, row])
-    assert error.value.row == 1
+    measured = modality.measure([{"messages": [user("a"), bot("b")]}, row])
+    assert list(measured.faults) == [1]
+    assert re.search(complaint, measured.faults[1])
+    assert (measured.positions[1], 1 in measured.counts) == (0, False)
 
 
 def test_options_are_strict(made: dict[str, Path]) -> None:
