@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from modalities.media import MediaError, media, text_of
-from zephon.errors import RecipeError
 from zephon.section import Section
 from zephon.types import Blob, Row
 
@@ -44,16 +43,13 @@ class Layout:
     @staticmethod
     def of(given: Section, folder: Path) -> "Layout":
         """The layout that a source asks for; `folder` is the recipe's."""
-        layout = Layout(
+        return Layout(
             given.choice("layout", LAYOUTS, LAYOUTS[0]),
             given.words("image", _NAMES, IMAGE_FIELDS),
             given.words("text", _NAMES, TEXT_FIELDS),
             given.take("marker", str, "<image>"),
-            folder / Path(given.take("folder", str, "")).expanduser(),
+            folder / Path(given.take("folder", str, ".")).expanduser(),
         )
-        if not layout.marker:
-            raise RecipeError(f"{given.label('marker')} must not be empty: it stands for an image in a text.")
-        return layout
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides data; folders may move."""

@@ -147,12 +147,12 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The templates by name, as `transformers` finds them: files first, then tokenizer_config.json.
 
     Raises:
-        RecipeError: there is none, or none that is the default.
+        RecipeError: there is none, none that is the default, or one cannot be read.
     """
     files = {path.name.removesuffix(".jinja"): path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (folder / "chat_template.jinja").is_file():
         files = {"default": folder / "chat_template.jinja"} | files
-    found: Any = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    found: Any = {name: _text(path) for name, path in files.items()}
     if not found:
         found = config.get("chat_template")
         if isinstance(found, list):
@@ -170,6 +170,13 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
             "meant. Name one of them 'default'."
         )
     return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"The chat template {path} cannot be read: {error}. Put a whole one in its place.") from error
 
 
 class _Generation(Extension):

@@ -288,7 +288,7 @@ _shared: dict[str, dict[Any, Any]] = {}
 
 def chat(folder: Path, seq_len: int = 4096, **options: object) -> Chat:
     files = [path for path in folder.rglob("*") if path.is_file()]
-    held = "\0".join(sorted(f"{path}{path.read_text()}" for path in files))  # tokenizers are loaded once
+    held = "\0".join(sorted(f"{path}{path.read_bytes()!r}" for path in files))  # tokenizers are loaded once
     return Chat(options, Context(seq_len, TokenizerSpec(folder), _shared.setdefault(held, {})))
 
 
@@ -724,6 +724,15 @@ def test_tokens_that_templates_name_may_be_objects(tmp_path: Path) -> None:
 def test_templates_that_cannot_be_used_are_refused_at_once(tmp_path: Path, template: object, complaint: str) -> None:
     with pytest.raises(RecipeError, match=complaint):
         chat(folder_for(tmp_path, template))
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/rag.jinja"])
+def test_a_template_that_is_no_text_is_named(tmp_path: Path, name: str) -> None:
+    folder = folder_for(tmp_path, CHATML)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / name).write_bytes(b"{{ messages }}\xff")
+    with pytest.raises(RecipeError, match=f"The chat template .*{name} cannot be read: .*Put a whole one"):
+        chat(folder)
 
 
 def test_a_template_that_can_do_without_a_clock_may_ask_for_one(tmp_path: Path) -> None:

@@ -409,11 +409,14 @@ def test_a_state_that_could_not_be_saved_is_an_error(tmp_path: Path, command: st
 
 
 @pytest.mark.parametrize("place", ["/proc/x", "RECIPE", "/proc"])
-def test_where_no_state_can_be_saved_nothing_is_run(recipe: Path, place: str) -> None:
+@pytest.mark.parametrize("option", ["--save", "--out", "--ledger", "--skipped"])
+def test_where_nothing_can_be_written_nothing_is_run(recipe: Path, place: str, option: str) -> None:
     place = place.replace("RECIPE", str(recipe))
-    done = zephon("digest", recipe, "--steps", 2, "--save", place)
+    command = {"--out": "export", "--ledger": "run"}.get(option, "digest")
+    file = "/one.jsonl" if option in ("--ledger", "--skipped") else ""
+    done = zephon(command, recipe, "--steps", 2, option, f"{place}{file}")
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"--save {place} is no folder that can be written to" in done.stderr
+    assert f"error: {place} is no folder that can be written to" in done.stderr
 
 
 @pytest.mark.parametrize(

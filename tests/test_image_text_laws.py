@@ -545,7 +545,7 @@ def modality(world: ImageWorld, folder: Path, **options: Any) -> Any:
         ({"keep_whole": 1}, "keep_whole must be true or false, it is 1"),
         ({"image": []}, r"image must be the name of a field, or a list .*, it is \[\]"),
         ({"text": ["txt", 3]}, "text must be the name of a field, or a list"),
-        ({"marker": ""}, "marker must not be empty"),
+        ({"marker": ""}, "marker is empty"),
         ({"background": [255, 255]}, r"background must be red, green and blue from 0 to 255, .* it is \[255, 255\]"),
         ({"background": [255, 255, True]}, "background must be red, green and blue"),
         ({"background": [0, 0, 256]}, "background must be red, green and blue"),
@@ -826,6 +826,17 @@ def test_placeholders_may_have_id_0(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 runs = int((pads[1:] & ~pads[:-1]).sum()) + int(pads[0])
                 assert runs == len(record["grid_thw"])
                 assert len(record["pixel_values"]) == record["grid_thw"].prod(axis=1).sum()
+
+
+def test_a_tokenizer_that_makes_marks_of_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caption could hold an image that is not there."""
+    tree = json.loads((vision_tokenizer("eos") / "tokenizer.json").read_text())
+    for token in tree["added_tokens"]:
+        token["special"] = token["content"] != "<|image_pad|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    monkeypatch.setattr(sys.modules[__name__], "vision_tokenizer", lambda kind: tmp_path)
+    with pytest.raises(zephon.RecipeError, match=r'makes <\|image_pad\|> of text .*Give these tokens "special": true'):
+        modality(ImageWorld(sources=(), seq_len=40, patches=40, images=5, tokenizer="eos"), Path())
 
 
 def test_fields_and_markers_have_the_names_that_a_recipe_gives(tmp_path: Path) -> None:

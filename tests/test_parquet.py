@@ -102,6 +102,18 @@ NOON = datetime.datetime(2024, 2, 29, 12, 0, 0, 123456)
         (pa.array([NOON], pa.timestamp("us", "UTC")), NOON.replace(tzinfo=datetime.UTC)),
         (pa.array([1_000_001_999], pa.timestamp("ns")), datetime.datetime(1970, 1, 1, 0, 0, 1, 1)),
         (pa.array([1999], pa.duration("ns")), datetime.timedelta(microseconds=1)),
+        (pa.array([[1999]], pa.list_(pa.duration("ns"))), [datetime.timedelta(microseconds=1)]),
+        (pa.array([[1999]], pa.large_list(pa.duration("ns"))), [datetime.timedelta(microseconds=1)]),
+        (pa.array([[1999]], pa.list_(pa.duration("ns"), 1)), [datetime.timedelta(microseconds=1)]),
+        (
+            pa.array([{"t": 1999}], pa.struct([("t", pa.timestamp("ns"))])),
+            {"t": datetime.datetime(1970, 1, 1, 0, 0, 0, 1)},
+        ),
+        (
+            pa.array([[(1, [{"t": 1999}])]], pa.map_(pa.int8(), pa.list_(pa.struct([("t", pa.duration("ns"))])))),
+            [(1, [{"t": datetime.timedelta(microseconds=1)}])],
+        ),
+        (pa.array([["v"]], pa.list_(pa.string_view())), ["v"]),
         (pa.array([NOON.date()]), NOON.date()),
         (pa.array([[{"a": 1, "b": [None, "x"]}]]), [{"a": 1, "b": [None, "x"]}]),
         (pa.array([[("k", b"v")]], pa.map_(pa.string(), pa.binary())), [("k", b"v")]),
@@ -113,6 +125,7 @@ def test_values_are_what_python_has(values: pa.Array, wanted: Any, tmp_path: Pat
     found = one(values, tmp_path)
     assert found == wanted
     assert type(found) is type(wanted)
+    assert "Time" not in repr(found)  # pandas' Timestamp and Timedelta, which equal Python's
 
 
 def test_old_timestamps_of_96_bits_are_read(tmp_path: Path) -> None:

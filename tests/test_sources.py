@@ -1,11 +1,13 @@
 """Which files are a source, and how those of all sources are opened: one format each, every file indexed once."""
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +75,56 @@ def test_what_is_not_read_is_refused_with_a_way_out(tmp_path: Path, name: str, s
     touch(tmp_path, name)
     with pytest.raises(RecipeError, match=f"Source 's': .*{name} is .*{says}"):
         find_files(spec("*"), tmp_path)
+
+
+def link(at: Path, to: str) -> None:
+    at.parent.mkdir(parents=True, exist_ok=True)
+    at.symlink_to(to)
+
+
+@pytest.mark.parametrize(
+    ("make", "pattern", "says"),
+    [
+        (lambda at: link(at / "b.jsonl", "nowhere"), "*.jsonl", r"b\.jsonl cannot be read \(No such file"),
+        (lambda at: link(at / "b.jsonl", "nowhere"), "b.jsonl", r"b\.jsonl cannot be read \(No such file"),
+        (lambda at: link(at / "d", "nowhere"), "*/*.jsonl", "d cannot be read .*so that rows might be missing"),
+        (lambda at: link(at / "d" / "e", "nowhere"), "**/*.jsonl", "e cannot be read"),
+        (lambda at: os.mkfifo(at / "b.jsonl"), "*.jsonl", r"b\.jsonl is a pipe"),
+        (lambda at: (at / "b.jsonl").mkdir(), "*.jsonl", r"b\.jsonl is a folder\. Name its files"),
+        (lambda at: (at / "b.parquet").mkdir(), "*", r"b\.parquet is a folder"),
+        (lambda at: (at / "d").mkdir(), "d*", r"'d\*' is a folder\. Name its files, as in 'd\*/\*\.jsonl'"),
+    ],
+)
+def test_what_matches_and_cannot_be_read_is_refused(tmp_path: Path, make: Any, pattern: str, says: str) -> None:
+    touch(tmp_path, "a.jsonl", "c/a.jsonl")
+    make(tmp_path)
+    with pytest.raises(RecipeError, match=f"Source 's': .*{says}"):
+        find_files(spec(pattern), tmp_path)
+
+
+def test_a_folder_that_may_not_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `glob` does of it is nothing; whoever runs the tests may be root, who may list everything."""
+    touch(tmp_path, "a/x.jsonl", "b/x.jsonl")
+    real = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if str(path).rstrip("/").endswith("/b"):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    for pattern in ("*/*.jsonl", "**/*.jsonl", "**", "b/*"):
+        with pytest.raises(RecipeError, match=r"b/? cannot be read \(Permission denied\)"):
+            find_files(spec(pattern), tmp_path)
+    assert list(find_files(spec("a/*"), tmp_path)) == ["x.jsonl"]
+
+
+def test_folders_and_links_that_do_no_harm_are_passed_over(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jsonl", "d/b.jsonl", "d/notes")
+    link(tmp_path / "d" / "loop", "..")
+    link(tmp_path / "d" / "again.jsonl", "b.jsonl")
+    assert list(find_files(spec("*.jsonl", "d/*.jsonl"), tmp_path)) == ["a.jsonl", "d/b.jsonl"]
+    assert list(find_files(spec("**/*.jsonl"), tmp_path)) == ["a.jsonl", "d/b.jsonl"]
 
 
 def test_sources_of_several_formats_are_opened_together(tmp_path: Path) -> None:

@@ -20,6 +20,28 @@ def several(row, draw):
     """None, one or two rows, by chance that the row names."""
     return [{"text": row["text"] + f" {draw.integer(1000)} {draw.uniform():.6f}"}] * draw.integer(3) or None
 
+def leaves(row):
+    import sys
+    sys.exit(0)
+
+def thirsty(row):
+    raise MemoryError
+
+def later(row):
+    yield row
+
+async def much_later(row):
+    return row
+
+def a_word(row):
+    return "text"
+
+def numbered(row):
+    return {1: "text"}
+
+def nested(row):
+    return [row, [row]]
+
 def fails(row):
     return {"text": row["text"]} if "doc7 " not in row["text"] + " " else 1 / 0
 '''
@@ -80,6 +102,44 @@ def test_an_error_in_a_function_names_it_and_the_row(tmp_path: Path) -> None:
         DataError, match=r"(?s)Source 'a': .*one\.jsonl, line 8, .*map 'my_functions:fails' raised.*ZeroDivision"
     ):
         Stream.open(recipe(tmp_path, 'map = "my_functions:fails"'))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "leaves",
+            "map 'my_functions:leaves' raised an error.*SystemExit: 0",
+        ),  # else a run that ends as if it were done
+        ("a_word", "a map gives a dict with names as keys, a list of such, or None; not 'text'"),
+        ("numbered", r"or None; not \{1: 'text'\}"),
+        ("nested", r"or None; not \[\{'text': 'doc"),
+    ],
+)
+def test_what_a_function_does_with_a_row_is_said_of_the_row(tmp_path: Path, name: str, says: str) -> None:
+    path = recipe(tmp_path, f'map = "my_functions:{name}"')
+    with pytest.raises(DataError, match=rf"(?s)Source 'a': .*one\.jsonl, line .*{says}"):
+        Stream.open(path)
+
+
+def test_want_of_memory_is_no_fault_of_a_row(tmp_path: Path) -> None:
+    with pytest.raises(MemoryError):
+        Stream.open(recipe(tmp_path, 'map = "my_functions:thirsty"\non_error = "skip"'))
+
+
+@pytest.mark.parametrize("kind", ["filter", "map"])
+@pytest.mark.parametrize("name", ["later", "much_later"])
+def test_functions_that_would_only_run_later_are_refused(tmp_path: Path, kind: str, name: str) -> None:
+    """A filter would keep every row, as what it answers is true."""
+    with pytest.raises(RecipeError, match=f"{kind} = 'my_functions:{name}' is a generator or a coroutine"):
+        Stream.open(recipe(tmp_path, f'{kind} = "my_functions:{name}"'))
+
+
+def test_a_module_that_exits_is_named(tmp_path: Path) -> None:
+    path = recipe(tmp_path, 'map = "leaving:f"')
+    (tmp_path / "leaving.py").write_text("raise SystemExit")
+    with pytest.raises(RecipeError, match=r"map = 'leaving:f' cannot be used: SystemExit"):
+        Stream.open(path)
 
 
 def test_a_filter_that_leaves_nothing_is_an_error_not_a_hang(tmp_path: Path) -> None:

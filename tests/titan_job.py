@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import default_adamw
+from torchtitan.components.validate import Validator as TitanValidator
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.trainer import Trainer as TitanTrainer
 
@@ -115,6 +116,11 @@ def refusals(jobs: Path) -> None:
         made.validator = Validator.Config(enable=True, freq=1000, steps=2, dataloader=DataLoader.Config(**keys))
         return made
 
+    def stock_validation(kind: Any, loader: Any) -> Trainer.Config:
+        made = config(fresh(), recipe)
+        made.validator = kind(enable=True, freq=1000, steps=2, dataloader=loader)
+        return made
+
     def odd_validation() -> Trainer.Config:
         (jobs / "three.toml").write_text(recipe.read_text().replace("lanes = 4", "lanes = 3").replace("= 8", "= 3"))
         return validation_of(recipe=str(jobs / "three.toml"))
@@ -170,6 +176,10 @@ def refusals(jobs: Path) -> None:
         "TorchTitan's own trainer": stock_trainer,
         "no such recipe": lambda: config(fresh(), jobs / "nowhere.toml"),
         "another loader's config": other_loader,
+        "TorchTitan's validator": lambda: stock_validation(
+            TitanValidator.Config, DataLoader.Config(recipe=str(recipe))
+        ),
+        "a validator's loader": lambda: stock_validation(Validator.Config, BaseDataLoader.Config()),
         "vocabulary too small": small_model,
         "records that the model does not take": more_records,
         "validation without end": endless_validation,

@@ -41,7 +41,7 @@ def find_named(key: str, name: str, folder: Path, wanted: str) -> Named:
     try:
         module = _load(own) if own.is_file() else importlib.import_module(module_name)
         value = getattr(module, attribute)
-    except Exception as error:  # the module may raise anything
+    except (Exception, SystemExit) as error:  # the module may raise anything
         raise RecipeError(
             f"{key} = {name!r} cannot be used: {error!r}. The module must lie beside the recipe as "
             f"{own.name}, or be importable, and hold {wanted.format(attribute)}."

@@ -261,9 +261,9 @@ def _sources(values: object, finite: bool) -> tuple[SourceSpec, ...]:
 def _source(values: object, number: int, finite: bool) -> SourceSpec:
     section = Section(values, f"[[sources]] number {number + 1}:")
     name = section.take("name", str)
-    if not name or any(ord(letter) < 32 for letter in name):
+    if any(ord(letter) < 32 for letter in name):
         raise RecipeError(f"{section.label('name')} must be a printable word, it is {name!r}.")
-    paths = section.words("paths", "a list of path patterns")
+    paths = tuple(str(Path(one).expanduser()) for one in section.words("paths", "a list of path patterns"))
     weight = section.raw("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, int | Decimal):
         raise RecipeError(f"{section.label('weight')} must be a number, it is {show(weight)}.")

@@ -30,6 +30,10 @@ class Section:
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             names = {int: "a whole number", str: "a string", bool: "true or false"}
             raise RecipeError(f"{self.label(key)} must be {names[kind]}, it is {show(value)}.")
+        if value == "":
+            raise RecipeError(
+                f"{self.label(key)} is empty. Give it a value{', or leave it out' * (default is not ...)}."
+            )
         return value
 
     def number(self, key: str, least: int, default: Any = ..., most: int = 2**31 - 1) -> int:
@@ -41,14 +45,14 @@ class Section:
 
     def size(self, key: str, least: int, default: int) -> int:
         """Bytes, as "512MiB" or "2GiB"."""
-        value = self.take(key, str, "")
+        value = self.take(key, str, f"{default >> 20}MiB")
         found = re.fullmatch(r"(\d{1,6}) ?(MiB|GiB)", value)
         number = int(found[1]) * 1024 ** (2 if found[2] == "MiB" else 3) if found else 0
-        if value and number < least:
+        if number < least:
             raise RecipeError(
                 f"{self.label(key)} must be a size from {least >> 20}MiB on, as '512MiB' or '2GiB'; it is {value!r}."
             )
-        return number or default
+        return number
 
     def words(self, key: str, what: str, default: Any = ...) -> tuple[str, ...]:
         """A list of words, `what` says of what; a single one may stand for a list of one."""

@@ -191,9 +191,8 @@ class Validator(TitanValidator):
         )  # fmt: skip
         first.loader.close()
         self.dl_config, self.stream = config, first.stream
-        own: Any = self.config
+        own, micro_batches = self.config, first.stream.batch.global_batch_size // (ranks * local)
         if own.steps != -1:
-            micro_batches = first.stream.batch.global_batch_size // (ranks * local)
             self.config = replace(own, steps=own.steps * micro_batches)
 
 
@@ -203,7 +202,6 @@ class Trainer(TitanTrainer):
     @dataclass(kw_only=True, slots=True)
     class Config(TitanTrainer.Config):
         dataloader: DataLoader.Config = field(default_factory=DataLoader.Config)  # pyright: ignore[reportIncompatibleVariableOverride]
-
         validator: Validator.Config = field(default_factory=Validator.Config)  # pyright: ignore[reportIncompatibleVariableOverride]
 
         ledger: bool = False
@@ -217,11 +215,15 @@ class Trainer(TitanTrainer):
         self._stop: StopSignals | None = None
         self._loaded = 0
         training = config.training
-        if not isinstance(config.dataloader, DataLoader.Config):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RecipeError(
-                f"zephon.titan.Trainer needs a zephon.titan.DataLoader.Config as its dataloader, it has "
-                f"{type(config.dataloader).__qualname__}. Use TorchTitan's own Trainer for other loaders."
-            )
+        own, needed = config.validator, list[tuple[str, Any, Any]]([("dataloader", config.dataloader, DataLoader)])
+        if own.enable:
+            needed += [("validator", own, Validator), ("validator.dataloader", own.dataloader, DataLoader)]
+        for key, given, wanted in needed:
+            if not isinstance(given, wanted.Config):
+                raise RecipeError(
+                    f"{key} is of {type(given)}, which sees other data on other numbers of ranks. Use "
+                    f"zephon.titan.{wanted.__name__}.Config, or TorchTitan's own Trainer."
+                )
         if training.global_batch_size < 1:
             raise TopologyError(
                 f"training.global_batch_size is {training.global_batch_size}, which means 'local batch times ranks': "
@@ -272,8 +274,7 @@ class Trainer(TitanTrainer):
         recipe.with_tokenizer(Path(config.hf_assets_path), "TorchTitan (hf_assets_path)")
         local = config.parallelism.pipeline_parallel_microbatch_size if dims.pp_enabled else training.local_batch_size
         _, world = _data_rank(dims)
-        size = training.global_batch_size
-        parts = None if recipe.finite else recipe.lanes
+        size, parts = training.global_batch_size, None if recipe.finite else recipe.lanes
         for batch in (training.local_batch_size, local):
             check_topology(lanes=parts, global_batch=size, world=world, local_batch=batch)
         return dims

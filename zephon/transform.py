@@ -8,7 +8,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from zephon.errors import RecipeError
 from zephon.keyed import Draw
@@ -17,6 +17,8 @@ from zephon.types import Atom, Bad, Measured, Row
 
 FILTERED = "filtered"
 """Counter of the rows that a filter or a map dropped."""
+
+_LATER = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
 
 BAD_ROW = "bad row"
 """Counter of the rows that could not be used."""
@@ -44,19 +46,32 @@ class Transform:
             self._draws = len(inspect.signature(self._function).parameters) > 1
         except (TypeError, ValueError) as error:
             raise RecipeError(f"{kind} = {name!r} is no function that can be called: {error}.") from error
+        if any(one(self._function) for one in _LATER):  # what it answers is true, and no row
+            raise RecipeError(
+                f"{kind} = {name!r} is a generator or a coroutine: calling it runs nothing. Let it be a plain function "
+                "that returns its answer; a map may return a list of rows."
+            )
 
     def fingerprint(self) -> dict[str, Any]:
         """The name, and a hash of the file that holds the function."""
         return {"name": self.name, "sha256": self._sha256}
 
     def __call__(self, row: Row, draw: Draw) -> list[Row]:
-        """The rows that take the place of `row`."""
+        """The rows that take the place of `row`.
+
+        Raises:
+            TypeError: a map gave something else.
+        """
         answer = self._function(row, draw) if self._draws else self._function(row)
         if self.kind == "filter":
             return [row] if answer else []
         if answer is None:
             return []
-        return list(answer) if isinstance(answer, list) else [answer]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        rows = cast(list[Any], answer if isinstance(answer, list) else [answer])
+        for row in rows:
+            if not isinstance(row, dict) or not all(isinstance(key, str) for key in cast(dict[Any, Any], row)):
+                raise TypeError(f"a map gives a dict with names as keys, a list of such, or None; not {row!r:.200}")
+        return rows
 
 
 def transform(
@@ -76,7 +91,9 @@ def transform(
         for one in transforms:
             try:
                 current = [new for old in current for new in one(old, draws(i, one.name))]
-            except Exception as error:
+            except MemoryError:  # the machine's, not the row's
+                raise
+            except (Exception, SystemExit) as error:  # sys.exit() in a worker would end a run as if it were done
                 told = "".join(traceback.format_exception(error))
                 bad[i] = Bad(f"{one.kind} {one.name!r} raised an error. Mend it, or have it drop such rows.\n{told}")
                 current = []

@@ -28,7 +28,7 @@ from zephon.digest import lane_digest
 from zephon.errors import UsageError, ZephonError
 from zephon.ledger import LedgerWriter, compare_ledgers, ledger_line, read_ledger
 from zephon.recipe import Recipe, divisors
-from zephon.run.lines import naming
+from zephon.run.lines import make_folder, naming
 from zephon.run.skips import read_skips
 from zephon.state import HEADER
 from zephon.stream import Stream
@@ -265,7 +265,7 @@ def export(
     with given.open(recipe) as stream:
         check_steps(stream, steps)
         loader = stream.loader()
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         if any(out.glob("step-*.npz")):
             raise UsageError(
                 f"{out} holds step-*.npz files already: those of two exports would lie there as one. Nothing was "

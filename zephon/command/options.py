@@ -1,7 +1,6 @@
 """Options that several commands share."""
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from zephon.errors import DataError, RecipeError, UsageError
 from zephon.loader import Loader, check_topology
 from zephon.recipe import Recipe
 from zephon.restore import check_allowed
+from zephon.run.lines import make_folder
 from zephon.run.skips import SkipWriter
 from zephon.stream import Stream
 
@@ -82,15 +82,7 @@ class Saving:
         if self.save_at is not None and not first <= self.save_at <= (steps or self.save_at):
             raise UsageError(f"--save-at {self.save_at} is no step of this run, which goes from {first} to {steps}.")
         if self.save:
-            try:
-                self.save.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=self.save):
-                    pass
-            except OSError as error:
-                raise UsageError(
-                    f"--save {self.save} is no folder that can be written to ({error.strerror}): the state would be "
-                    "lost after the last step. Nothing was run; name another folder."
-                ) from error
+            make_folder(self.save)
         return first - 1
 
     def after(self, loaders: Sequence[Loader]) -> None:

@@ -44,7 +44,6 @@ GROUPS = ByteCache(KEPT_BYTES, 0)
 
 _TAIL, _THREADS = 64 * 1024, 16  # bytes of a file that are read first, and footers that are read at once
 _BROKEN = "The file is damaged or was not written to its end. Put a whole one in its place, or remove it."
-
 _Path = tuple[str | int, ...]  # column, then names of struct fields and numbers of list items
 
 
@@ -377,17 +376,25 @@ def _parts(reader: Any, file: File, group: int, column: str | None) -> Iterator[
 
 def _plain(table: Any) -> Any:
     """The table with kinds that rows are made of: no dictionaries of binary cells, no views, no nanoseconds."""
-    pa = _arrow()
-    for i, field in enumerate(table.schema):
-        kind = to = field.type
-        if pa.types.is_dictionary(kind) and _holds_binary(kind.value_type):
-            to = kind.value_type
-        elif pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
-            to = pa.large_string() if pa.types.is_string_view(kind) else pa.large_binary()
-        elif pa.types.is_timestamp(kind) and kind.unit == "ns":
-            to = pa.timestamp("us", kind.tz)
-        elif pa.types.is_duration(kind) and kind.unit == "ns":
-            to = pa.duration("us")
-        if to != kind:
-            table = table.set_column(i, field.name, table.column(i).cast(to, safe=False))
-    return table
+    schema = _arrow().schema(list(_plain_kind(_arrow().struct(list(table.schema)))))
+    return table if schema == table.schema else table.cast(schema, safe=False)
+
+
+@functools.lru_cache(1024)
+def _plain_kind(kind: Any) -> Any:
+    pa, is_ = _arrow(), _arrow().types
+    inner: Callable[[Any], Any] = lambda field: field.with_type(_plain_kind(field.type))  # noqa: E731
+    if is_.is_struct(kind):
+        return pa.struct(map(inner, kind))
+    if is_.is_map(kind):
+        return pa.map_(inner(kind.key_field), inner(kind.item_field))
+    if is_.is_large_list(kind):
+        return pa.large_list(inner(kind.value_field))
+    if is_.is_list(kind) or is_.is_fixed_size_list(kind):
+        return pa.list_(inner(kind.value_field), kind.list_size if is_.is_fixed_size_list(kind) else -1)
+    if is_.is_dictionary(kind) and _holds_binary(kind.value_type):
+        return kind.value_type
+    if is_.is_timestamp(kind) and kind.unit == "ns":
+        return pa.timestamp("us", kind.tz)
+    views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+    return {**views, pa.duration("ns"): pa.duration("us")}.get(kind, kind)

@@ -1,8 +1,10 @@
 """Which format a file has, and how the files of all sources are opened: the one place that knows every format."""
 
+import contextlib
+import errno
 import glob
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,17 +35,14 @@ def find_files(spec: SourceSpec, folder: Path) -> dict[str, Path]:
     """The files of a source by shard name, sorted: names are relative to the deepest folder that holds them all.
 
     Raises:
-        RecipeError: a pattern matches nothing, a file has no known format, is there both plain and compressed, or the
-            files are of several formats.
+        RecipeError: a pattern matches nothing, or what cannot be read; a file has no known format, or is there both
+            plain and compressed; the files are of several formats.
     """
     root, found = folder.absolute(), dict[str, str]()
     for pattern in spec.paths:
-        wanted = Path(pattern).expanduser()
-        matches = glob.glob(
-            str(wanted if wanted.is_absolute() else Path(glob.escape(str(root))) / wanted), recursive=True
-        )
-        files = sorted((match for match in matches if os.path.isfile(match)), key=lambda match: (len(match), match))
-        if not files and any(os.path.isdir(match) for match in matches):
+        wanted = Path(glob.escape(str(root))) / pattern
+        files = sorted(_matches(wanted, spec.name), key=lambda file: (len(file), file))
+        if not files and any(map(os.path.isdir, glob.iglob(str(wanted), recursive=True))):
             raise RecipeError(
                 f"Source {spec.name!r}: {pattern!r} is a folder. Name its files, as in {pattern + '/*.jsonl'!r}."
             )
@@ -74,6 +73,37 @@ def find_files(spec: SourceSpec, folder: Path) -> dict[str, Path]:
     paths = [Path(path) for path in found.values()]
     common = Path(os.path.commonpath([path.parent for path in paths]))
     return dict(sorted((path.relative_to(common).as_posix(), path) for path in paths))
+
+
+def _matches(pattern: Path, source: str) -> list[str]:
+    """The files that match. What `glob` passes over in silence, though data may lie there, is refused."""
+    parts, files = pattern.parts, list[str]()
+    first = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    for end in range(first, len(parts) + (parts[-1] == "**")):
+        for folder in glob.iglob(os.path.join(*parts[:end]), recursive=True):
+            with _refusing(folder, source), contextlib.suppress(NotADirectoryError):
+                os.scandir(folder).close()
+    for match in glob.iglob(str(pattern), recursive=True):
+        if os.path.isfile(match):
+            files.append(match)
+        elif not os.path.isdir(match) or match.endswith((*_FORMATS, *_SHORT, *(codec.suffix for codec in CODECS))):
+            with _refusing(match, source):
+                Path(match).stat()  # fails where it is a link to nothing
+                what = "a folder. Name its files" if os.path.isdir(match) else "a pipe, socket or device. Remove it"
+                raise RecipeError(f"Source {source!r}: {match} is {what}, or narrow the pattern {str(pattern)!r}.")
+    return files
+
+
+@contextlib.contextmanager
+def _refusing(path: str, source: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # a loop of links leads to nothing that is not found without it
+            raise RecipeError(
+                f"Source {source!r}: {path} cannot be read ({error.strerror}), so that rows might be missing. Mend the "
+                "link, its permissions or the storage, remove it, or narrow the pattern."
+            ) from error
 
 
 def _format(path: str, source: str) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import mmap
+import tempfile
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ class LineWriter:
         check: raises a ValueError for a line that is none of such a file.
 
     Raises:
-        UsageError: the path is a folder, or a file that is something else; it is left as it is.
+        UsageError: the path is a folder, or a file that is something else, which is left as it is; or has no folder.
         OSError: the file cannot be written.
     """
 
@@ -32,7 +33,8 @@ class LineWriter:
         self._path = path
         if path.is_dir():
             raise UsageError(f"{path} is a folder, which cannot be a {what}. Name a file, for example in it.")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            make_folder(path.parent)
         if path.is_file():  # pipes and devices are written to as they are
             with path.open("r+b") as file:
                 first = file.readline(_LINE)
@@ -74,6 +76,23 @@ def read_lines(path: Path, parse: Callable[[bytes], T]) -> Iterator[T]:
             yield parse(line)
         except ValueError as error:
             raise UsageError(f"{path}, line {number} {error}") from error
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and see that files can be made in it.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{path} is no folder that can be written to ({error.strerror}): what the run gives would be lost. Nothing "
+            "was run; name another folder."
+        ) from error
 
 
 @contextlib.contextmanager
