@@ -328,6 +328,33 @@ def test_run_until_interrupted_still_reports_and_saves(recipe: Path, steps: list
     assert [path.name for path in saved.iterdir()] == [f"step-{taken}"]
 
 
+@pytest.mark.parametrize("command", ["digest", "export"])
+def test_ctrl_c_ends_behind_a_whole_step_and_keeps_it(recipe: Path, command: str) -> None:
+    out, saved = recipe.parent / "out", recipe.parent / "saved"
+    options = ["--out", str(out), "--json"] if command == "export" else ["--dp", "4", "--save", str(saved)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zephon", command, str(recipe), "--steps", "100000000", *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    try:
+        assert process.stdout
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert "Stopping after this step" in said
+    steps = [line["step"] for line in lines(first + rest)]
+    assert steps == list(range(1, len(steps) + 1))
+    if command == "export":
+        assert [path.name for path in sorted(out.iterdir())] == [f"step-{step:06d}.npz" for step in steps]
+        assert all(np.load(path).files for path in out.iterdir())
+    else:
+        assert [path.name for path in saved.iterdir()] == [f"step-{len(steps)}"]
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_amid_a_step_waits_for_it_and_a_second_one_does_not(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, times: int

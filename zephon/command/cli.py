@@ -22,7 +22,7 @@ from rich.table import Table
 from zephon.command.explain import explain as plan_of
 from zephon.command.explain import show
 from zephon.command.named import named_code
-from zephon.command.options import Given, Saving, check_ranks, check_steps, err, skip_list
+from zephon.command.options import Given, Saving, between_steps, check_ranks, check_steps, err, skip_list
 from zephon.command.rehearse import rehearse, show_report
 from zephon.digest import lane_digest
 from zephon.errors import UsageError, ZephonError
@@ -214,7 +214,7 @@ def digest(
     """Print the SHA-256 of every global batch, with the loaders of all ranks in one process.
 
     The lines are the same for every number of ranks, and after every resume. With --lanes they make a ledger that
-    `zephon verify` compares.
+    `zephon verify` compares. Ctrl-C ends behind a step, which --save keeps; exit code 130.
 
     Args:
         recipe: The recipe (TOML).
@@ -230,16 +230,16 @@ def digest(
         check_ranks(stream, dp)
         loaders = [stream.loader(rank, dp) for rank in range(dp)]
         begun = saving.begin(loaders, steps)
-        with skip_list(skipped, loaders) as note_skips, contextlib.suppress(StopIteration):
-            while steps is None or loaders[0].step < steps:
+        with skip_list(skipped, loaders) as note, between_steps() as stopped, contextlib.suppress(StopIteration):
+            while not stopped and (steps is None or loaders[0].step < steps):
                 parts = [loader.step_records() for loader in loaders]
-                note_skips()
+                note()
                 of_lanes = {lane: lane_digest(mine) for part in parts for lane, mine in part.items()}
                 line = ledger_line(loaders[0].step, of_lanes, whole=True)
                 _print_json(line if lanes else {"step": line["step"], "sha256": line["sha256"]})
                 saving.after(loaders)
         saving.end(loaders, begun)
-    return 0
+    return 130 if stopped else 0
 
 
 def export(
@@ -271,20 +271,20 @@ def export(
                 f"{out} holds step-*.npz files already: those of two exports would lie there as one. Nothing was "
                 "written; name another folder, or remove them."
             )
-        with skip_list(skipped, [loader]) as note_skips, contextlib.suppress(StopIteration):
-            while steps is None or loader.step < steps:
+        with skip_list(skipped, [loader]) as note, between_steps() as stopped, contextlib.suppress(StopIteration):
+            while not stopped and (steps is None or loader.step < steps):
                 arrays: dict[str, Any] = {
                     f"{lane:05d}.{number:03d}.{name}": array
                     for lane, mine in loader.step_records().items()
                     for number, record in enumerate(mine)
                     for name, array in record.items()
                 }
-                note_skips()
+                note()
                 file = out / f"step-{loader.step:06d}.npz"
                 with naming(file):
                     np.savez(file, **arrays)
                 _print_json({"step": loader.step, "file": str(file)}) if json else _print(file)
-    return 0
+    return 130 if stopped else 0
 
 
 def verify(

@@ -1,9 +1,11 @@
 """Options that several commands share."""
 
 import contextlib
+import signal
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -137,3 +139,24 @@ def check_ranks(stream: Stream, dp: int) -> None:
     """Refuse a number of data-parallel ranks that cannot share the stream."""
     lanes = None if stream.recipe.finite else stream.recipe.lanes
     check_topology(lanes=lanes, global_batch=stream.batch.global_batch_size, world=dp, local_batch=None)
+
+
+@contextlib.contextmanager
+def between_steps() -> Generator[list[int]]:
+    """Have Ctrl-C wait until a step is noted whole: the state that is saved must not be ahead of the ledger.
+
+    Yields what is empty until it comes. A second one ends the command at once.
+    """
+    came: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(number)
+        err.print("Stopping after this step. Ctrl-C again ends at once, and loses what was to come of it.")
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)

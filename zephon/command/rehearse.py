@@ -1,21 +1,18 @@
 """Rehearsal: iterate a loader as a trainer would, and measure what it costs."""
 
-import contextlib
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from zephon.command.options import err
+from zephon.command.options import between_steps, err
 from zephon.loader import Loader
 from zephon.stream import Stream
 from zephon.types import Record
@@ -59,7 +56,7 @@ def rehearse(
     before, taken, first = loader.stats(), loader.step, 0.0
     part, whole = (len(loader.lanes), stream.parts) if stream.recipe.finite else (1, 1)
     bars = Progress(*columns, console=err, disable=not err.is_terminal)
-    with _PeakPss() as memory, bars, _between_steps() as stopped:
+    with _PeakPss() as memory, bars, between_steps() as stopped:
         task = bars.add_task("run", total=steps, completed=loader.step, rate="")
         started, cpu = time.perf_counter(), cpu_seconds()
         while not stopped and (steps is None or loader.step < steps):
@@ -113,27 +110,6 @@ def show_report(report: Report) -> None:
         noted = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
         table.add_row(f"noted in {escape(name)}", noted or "nothing")
     Console().print(table)
-
-
-@contextlib.contextmanager
-def _between_steps() -> Generator[list[int]]:
-    """Have Ctrl-C wait until a step is noted whole: the state that is saved must not be ahead of the ledger.
-
-    Yields what is empty until it comes. A second one ends the command at once, without a report.
-    """
-    came: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        if came:
-            raise KeyboardInterrupt
-        came.append(number)
-        err.print("Stopping after this step; the report covers those so far. Ctrl-C again ends without one.")
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield came
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def cpu_seconds() -> float:
