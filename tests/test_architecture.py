@@ -33,7 +33,7 @@ OUTSIDE = {
 }
 """What a file of the core may import beyond the standard library and numpy."""
 
-MAX_CORE, MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 3898, 400, 60, 8
+MAX_CORE, MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 3900, 400, 60, 8
 MAX_PARTS = {"zephon/command": 1050, "zephon/formats": 2410, "zephon/run": 1470}
 """Lines of the parts beside what decides data: the command line, the readers, how the work is done. `titan.py`, which
 only dresses loaders for TorchTitan, counts as a file."""
