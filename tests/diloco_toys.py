@@ -29,7 +29,7 @@ class Toy:
     """Momentum SGD towards the targets of its lanes' steps; a lane's state is how many steps it has given."""
 
     def __init__(self, lanes: int = 8, seed: int = 0, lr: float = 0.1) -> None:
-        self.tensors, self._lr, self._all = TENSORS, np.float32(lr), lanes
+        self.header, self.tensors, self._lr, self._all = "", TENSORS, np.float32(lr), lanes
         self.values = {one.name: target(-1 - seed, i, one.size).reshape(one.shape) for i, one in enumerate(TENSORS)}
         self.velocity = {name: np.zeros_like(value) for name, value in self.values.items()}
         self._lanes: dict[int, int] = {}
@@ -67,7 +67,7 @@ class Toy:
         return b"".join(self.velocity[one.name].tobytes() for one in TENSORS)
 
     def load_optimizer(self, state: bytes) -> None:
-        flat, at = np.frombuffer(state, np.float32), 0
+        flat, at = np.frombuffer(state or bytes(4 * sum(one.size for one in TENSORS)), np.float32), 0
         for one in TENSORS:
             self.velocity[one.name] = flat[at : at + one.size].reshape(one.shape).copy()
             at += one.size

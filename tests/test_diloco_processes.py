@@ -21,11 +21,12 @@ from recipes.diloco.chaos import leftovers
 from recipes.diloco.judge import judge, plan_of
 from recipes.diloco.messages import Expel, Message, Move, write
 from recipes.diloco.processes import Processes, whole
-from recipes.diloco.run import Run
+from recipes.diloco.run import BookWriter, Run, read_book
 from recipes.diloco.settings import Settings
 from recipes.diloco.snapshot import Cut
-from recipes.diloco.tape import Event, account, read_tape, replay
+from recipes.diloco.tape import Event, TapeWriter, account, read_tape, replay
 from recipes.diloco.traffic import INT4, Format, decoupled, ring
+from zephon.errors import UsageError
 
 USUAL = Settings(learners=3, rounds=60, every=6, fragments=4)
 LANES = 6
@@ -48,6 +49,42 @@ def nothing_left(run: Run, seconds: float = 30) -> None:
     while list(leftovers(run.folder)):
         assert time.monotonic() < until, list(leftovers(run.folder))
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("left", ["tape.jsonl", "books", "snapshot.cut", "final.cut"])
+def test_a_folder_that_a_run_has_used_is_refused(tmp_path: Path, left: str) -> None:
+    run = make_run(tmp_path)
+    run.save()
+    run.save()  # nothing has run yet
+    (run.folder / left).mkdir()
+    with pytest.raises(UsageError, match=f"holds {left} of a run: .*Nothing was started. Name a new folder"):
+        Processes(run)
+    with pytest.raises(UsageError, match="two runs would lie there as one"):
+        TapeWriter(run.folder / "tape.jsonl")
+    assert sorted(path.name for path in run.folder.iterdir()) == sorted([left, "run.json"])
+
+
+def test_a_torn_line_costs_that_line_alone(tmp_path: Path) -> None:
+    """A learner that was killed amid a line starts again, and goes on in the same book."""
+    file = tmp_path / "books" / "learner_000.jsonl"
+    for step in (1, 2, 3):
+        book = BookWriter(file)
+        book.write([(4, step, "aa"), (5, step, "bb")])
+        if step == 2:
+            file.write_bytes(file.read_bytes()[:-5])
+    assert [(one.lane, one.step) for one in read_book(file, 0)] == [(4, 1), (5, 1), (4, 3), (5, 3)]
+    file.write_bytes(file.read_bytes().replace(b"[5, 1,", b'["x", 1,'))
+    with pytest.raises(UsageError, match=r"learner_000\.jsonl, line 1 is no line of a learner's book"):
+        list(read_book(file, 0))
+    tape = TapeWriter(tmp_path / "run" / "tape.jsonl")
+    tape({"event": "stop", "round": 1})
+    tape.close()
+    file = tmp_path / "run" / "tape.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"event": "st')
+    assert read_tape(file) == [{"event": "stop", "round": 1}]
+    file.write_bytes(b"[1]\n")
+    with pytest.raises(UsageError, match=r"tape\.jsonl, line 1 is no event of a tape"):
+        read_tape(file)
 
 
 def wait_for(processes: Processes, what: Callable[[list[Event]], bool], seconds: float = 120) -> None:
@@ -134,7 +171,7 @@ def test_a_run_goes_on_from_a_snapshot_on_disk_with_more_learners(tmp_path: Path
             assert learner.wait(60) == 1  # it says that the syncer is gone
         assert "The syncer is gone" in processes.log("learner_0")
     plan = plan_of(first)
-    cut = Cut.load(first.folder / "snapshot.cut", plan)
+    cut = Cut.load(first.folder / "snapshot.cut", plan, first.make_island(0).header)
     changed = replace(USUAL, learners=5, rounds=20)
     second = replace(first, folder=tmp_path / "again", settings=changed, restore=str(first.folder / "snapshot.cut"))
     with Processes(second) as processes:

@@ -4,6 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import write_recipe
 
-from recipes.diloco import micro
+from recipes.diloco import bigram, micro
 from recipes.diloco.faults import Fault, schedule
+from recipes.diloco.feed import Feed, open_stream
+from recipes.diloco.fragments import make_plan
+from recipes.diloco.learner import Learner, pack
+from recipes.diloco.messages import LaneAt, Welcome
 from recipes.diloco.settings import Settings
 from recipes.diloco.simulate import Network, Simulation
-from recipes.diloco.snapshot import Cut
+from recipes.diloco.snapshot import OF_SNAPSHOT, Cut
 from recipes.diloco.syncer import Syncer
 from recipes.diloco.tape import Account, Event, Take, TapeError, account, replay
 from zephon.errors import RestoreError, UsageError
@@ -226,8 +231,8 @@ def test_a_learner_comes_back_from_the_syncers_fragments_and_a_peers_optimizer()
     sim = Simulation(USUAL, lambda learner: Watched(), faults=[Fault(5_300_000, 1, "kill", 4 * SECOND)]).run()
     (copy,), (back,) = events(sim, "copy"), events(sim, "join")[4:]
     assert (copy["learner"], copy["to"], back["copy"]) == (0, 1, 0)
-    assert taken[0] == taken[1]
-    assert taken[0][0].strip(b"\0")
+    assert [state for state in taken[0] if state] == taken[1]
+    assert taken[1][0].strip(b"\0")
     assert back["round"] >= 9
     assert back["dead"] == [(2, 1), (3, 1)]
     added = check(sim)
@@ -301,8 +306,8 @@ def test_a_run_goes_on_from_a_snapshot_with_any_number_of_learners(
     assert cut is not None
     _check_cut(sim, cut)
     file = tmp_path_factory.mktemp("cut") / "snapshot.cut"
-    cut.save(file)
-    cut = Cut.load(file, sim.plan)
+    cut.save(file, "")
+    cut = Cut.load(file, sim.plan, "")
     changed = replace(USUAL, learners=learners, rounds=8)
     model, lanes, optimizer = cut.restore(changed)
     tape: list[Event] = []
@@ -343,13 +348,67 @@ def test_a_snapshot_of_other_fragments_or_a_torn_one_is_refused(tmp_path: Path) 
     sim.run()
     cut = sim.syncer.snapshots.done
     assert cut is not None
-    cut.save(tmp_path / "cut")
+    cut.save(tmp_path / "cut", "")
     with pytest.raises(RestoreError, match="other fragments"):
-        Cut.load(tmp_path / "cut", replace(sim.plan, every=7))
+        Cut.load(tmp_path / "cut", replace(sim.plan, every=7), "")
     raw = (tmp_path / "cut").read_bytes()
     (tmp_path / "cut").write_bytes(raw[: len(raw) // 2])
     with pytest.raises(RestoreError, match="no snapshot of a run, or is damaged"):
-        Cut.load(tmp_path / "cut", sim.plan)
+        Cut.load(tmp_path / "cut", sim.plan, "")
+    with pytest.raises(RestoreError, match=r"nowhere cannot be read \(No such file"):
+        Cut.load(tmp_path / "nowhere", sim.plan, "")
+
+
+def test_a_snapshot_of_another_stream_is_refused_field_by_field(tmp_path: Path) -> None:
+    sim = Simulation(USUAL, toys())
+    sim.at(3 * SECOND, lambda: sim.tell(sim.syncer.snapshot()))
+    cut = sim.run().syncer.snapshots.done
+    assert cut is not None
+    path = write_recipe(tmp_path, lanes=8, size=16)
+    header = Feed(open_stream(str(path))).header.decode()
+    cut.save(tmp_path / "cut", header)
+    Cut.load(tmp_path / "cut", sim.plan, header)
+    other = tmp_path / "other.toml"
+    other.write_text(path.read_text().replace("seed = 7", "seed = 8").replace("seq_len = 32", "seq_len = 16"))
+    with pytest.raises(RestoreError, match=r"(?s)order\.seed: 7 -> 8.*seq_len: 32 -> 16.*silently change the data"):
+        Cut.load(tmp_path / "cut", sim.plan, Feed(open_stream(str(other))).header.decode())
+
+
+def test_who_comes_back_where_nobody_can_give_a_copy_begins_afresh() -> None:
+    """Not with what the run went on from, nor with what it had before it was gone: nothing on the tape says that."""
+    sim = Simulation(USUAL, toys())
+    sim.at(9 * SECOND, lambda: sim.tell(sim.syncer.snapshot()))
+    cut = sim.run().syncer.snapshots.done
+    assert cut is not None
+    changed, tape = replace(USUAL, learners=1, quorum=1, rounds=12), list[Event]()
+    model, lanes, optimizer = cut.restore(changed)
+    again = Simulation.of(Syncer(changed, model, lanes, tape.append, cut.round, optimizer), tape, toys())
+    again.at(4 * SECOND, lambda: again.kill(0))
+    again.at(6 * SECOND, lambda: again.start(0))
+    again.run()
+    assert [one["copy"] for one in events(again, "join")] == [OF_SNAPSHOT, None]
+    check(again, cut)
+
+
+@pytest.mark.parametrize("kind", ["toy", "bigram", "micro"])
+def test_an_island_that_has_trained_begins_afresh(kind: str, tmp_path: Path) -> None:
+    recipe = str(write_recipe(tmp_path, lanes=2, size=4))
+    makes = {"toy": toys(), "bigram": partial(bigram.make, recipe=recipe), "micro": partial(micro.make, recipe=recipe)}
+    used, fresh = makes[kind](0), makes[kind](0)
+    plan = make_plan(used.tensors, 2, 2)
+    begin = used.read(plan)
+    lanes = dict(list(used.first_lanes().items())[:2])
+    used.own(lanes)
+    used.step(0)
+    used.step(1)
+    assert used.optimizer() != fresh.optimizer()
+    welcome = Welcome(0, (0, 0), tuple(LaneAt(lane, 0, state) for lane, state in lanes.items()), 0, pack(begin))
+    for island in (used, fresh):
+        Learner(0, USUAL, plan, welcome, island)
+    for island in (used, fresh):
+        island.step(0)
+    assert all(map(np.array_equal, used.read(plan), fresh.read(plan)))
+    assert used.optimizer() == fresh.optimizer()
 
 
 # --- the laws can fail ---------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class Bigram(Fed):
         return b"".join(self._velocity[one.name].astype("<f4").tobytes() for one in self.tensors)
 
     def load_optimizer(self, state: bytes) -> None:
-        flat, at = np.frombuffer(state, "<f4"), 0
+        flat, at = np.frombuffer(state or bytes(4 * sum(one.size for one in self.tensors)), "<f4"), 0
         for one in self.tensors:
             self._velocity[one.name] = flat[at : at + one.size].reshape(one.shape).copy()
             at += one.size

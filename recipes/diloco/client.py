@@ -1,6 +1,5 @@
 """A learner's training loop, and its connection to the syncer."""
 
-import json
 import queue
 import socket
 import threading
@@ -12,7 +11,7 @@ from pathlib import Path
 from recipes.diloco.fragments import Plan, make_plan
 from recipes.diloco.learner import Island, Learner, pack
 from recipes.diloco.messages import Describe, Description, Hello, LaneAt, Message, Reader, Welcome, write
-from recipes.diloco.run import Run, read_book
+from recipes.diloco.run import BookWriter, Run, read_book
 
 CONNECT = 60.0
 """Seconds in which the syncer must come up."""
@@ -62,7 +61,6 @@ class Client(ABC):
         settings = self.run.settings
         plan = make_plan(island.tensors, settings.fragments, settings.every)
         book = self.run.book(self.number)
-        book.parent.mkdir(exist_ok=True)
         taken: dict[int, int] = {}
         for one in read_book(book, self.number):
             taken[one.lane] = max(one.step, taken.get(one.lane, 0))
@@ -176,15 +174,14 @@ class SocketClient(Client):
 
 
 class Book:
-    """Writes down every lane step before it is trained on: on disk, as far as this process goes, on return."""
+    """Writes down every lane step before it is trained on."""
 
     def __init__(self, file: Path, learner: Learner) -> None:
-        self._file, self._learner = file.open("ab", buffering=0), learner
+        self._file, self._learner = BookWriter(file), learner
 
     def __call__(self, digests: dict[int, str]) -> None:
         lanes = self._learner.lanes
-        line = [[lane, lanes[lane].steps + 1, digest] for lane, digest in sorted(digests.items())]
-        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        self._file.write((lane, lanes[lane].steps + 1, digest) for lane, digest in sorted(digests.items()))
 
 
 def idle(seconds: float) -> None:
@@ -198,7 +195,7 @@ def describe(plan: Plan, island: Island) -> Description:
     """What an island trains, for a syncer that does not know it yet."""
     lanes = tuple(LaneAt(lane, 0, state) for lane, state in sorted(island.first_lanes().items()))
     tensors = tuple((one.name, one.shape) for one in island.tensors)
-    return Description(tensors, lanes, pack(island.read(plan)))
+    return Description(island.header, tensors, lanes, pack(island.read(plan)))
 
 
 def _connect(port: Callable[[], int], over: Callable[[], bool]) -> socket.socket:

@@ -28,13 +28,13 @@ class Feed:
 
     def __init__(self, stream: Stream, rank: int = 0, world: int = 1, local_batch_size: int | None = None) -> None:
         self.stream, self._place = stream, (rank, world, local_batch_size)
-        self._header = encode_header(stream.header(0))
+        self.header = encode_header(stream.header(0))
         self.loader: Loader | None = None
         self._skips = SkipWriter(None)
 
     def first_lanes(self) -> dict[int, bytes]:
         """The state of every lane of the run before its first step."""
-        start, tag = self.stream.start(), tag_of(self._header)
+        start, tag = self.stream.start(), tag_of(self.header)
         return {lane: start.encode(lane_key(lane), tag) for lane in range(self.stream.recipe.lanes)}
 
     def own(self, lanes: dict[int, bytes]) -> None:
@@ -45,7 +45,7 @@ class Feed:
             self.loader.close()
         self.loader = self.stream.loader(*self._place, wide=True, lanes=sorted(lanes)) if lanes else None
         if self.loader:
-            self.loader.load_state_dict({HEADER: self._header} | {lane_key(one): lanes[one] for one in lanes})
+            self.loader.load_state_dict({HEADER: self.header} | {lane_key(one): lanes[one] for one in lanes})
 
     def lanes(self) -> dict[int, bytes]:
         """The state of every lane of this rank, after the last whole step; bad rows up to it are logged."""
@@ -69,6 +69,11 @@ class Fed:
     """What every island on a feed does with lanes."""
 
     feed: Feed
+
+    @property
+    def header(self) -> str:
+        """What the stream says of itself, as in a checkpoint."""
+        return self.feed.header.decode()
 
     def first_lanes(self) -> dict[int, bytes]:
         """The state of every lane of the run before its first step."""

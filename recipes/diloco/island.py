@@ -68,7 +68,9 @@ class TorchIsland(Fed):
         return pack_state(self.inner.state_dict())
 
     def load_optimizer(self, state: bytes) -> None:
-        self.inner.load_state_dict(unpack_state(state))
+        self.inner.state.clear()
+        if state:
+            self.inner.load_state_dict(unpack_state(state))
 
 
 def pack_state(state: object) -> bytes:

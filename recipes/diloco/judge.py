@@ -30,9 +30,10 @@ def judge(run: Run) -> Account:
         TapeError: something does not agree.
     """
     tape, settings = read_tape(run.folder / "tape.jsonl"), run.settings
-    plan = plan_of(run)
-    model = replay(tape, settings, run.make_island, Cut.load(Path(run.restore), plan) if run.restore else None)
-    end = Cut.load(run.folder / "final.cut", plan)
+    plan, header = plan_of(run), run.make_island(0).header
+    cut = Cut.load(Path(run.restore), plan, header) if run.restore else None
+    model = replay(tape, settings, run.make_island, cut)
+    end = Cut.load(run.folder / "final.cut", plan, header)
     differ = [p for p, value in enumerate(model.values) if not np.array_equal(value, end.values[p])]
     if differ:
         raise TapeError(f"Fragments {differ} of the last model are not what the tape gives.")

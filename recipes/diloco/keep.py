@@ -32,14 +32,19 @@ class Keeper:
     def __init__(
         self, run: Run, tape: TapeWriter, place: Callable[[GlobalModel], GlobalModel] = lambda model: model
     ) -> None:
-        self._run, self._tape, self._place, self._snapped = run, tape, place, 0
+        self._run, self._tape, self._place, self._snapped, self._header = run, tape, place, 0, ""
 
     def begin(self, said: Description) -> Syncer:
-        """The syncer, from what the first learner says that it trains, or from a snapshot."""
+        """The syncer, from what the first learner says that it trains, or from a snapshot.
+
+        Raises:
+            RestoreError: the snapshot is of another run than this could go on from.
+        """
+        self._header = said.header
         run, settings = self._run, self._run.settings
         plan = make_plan((Tensor(name, shape) for name, shape in said.tensors), settings.fragments, settings.every)
         if run.restore:
-            cut = Cut.load(Path(run.restore), plan)
+            cut = Cut.load(Path(run.restore), plan, said.header)
             model, lanes, optimizer = cut.restore(settings)
             self._snapped = cut.round
         else:
@@ -55,7 +60,7 @@ class Keeper:
             self._snapped = syncer.round
             out = syncer.snapshot()
         if done:
-            done.save(self._run.folder / "snapshot.cut")
+            done.save(self._run.folder / "snapshot.cut", self._header)
             syncer.snapshots.done = None
         return out
 
@@ -63,5 +68,5 @@ class Keeper:
         """Write the end of the run."""
         model = syncer.model
         end = Cut(syncer.round, syncer.plan, model.values, model.momentum, model.clocks, syncer.lanes.at)
-        end.save(self._run.folder / "final.cut")
+        end.save(self._run.folder / "final.cut", self._header)
         self._tape.close()

@@ -41,6 +41,11 @@ class Island(Protocol):
     book: Callable[[dict[int, str]], None]
     """To be told, before it trains on them, the lanes of every step with the SHA-256 of what they gave."""
 
+    @property
+    def header(self) -> str:
+        """What its stream says of itself, as in a checkpoint (JSON); empty where lanes are of no stream."""
+        ...
+
     def first_lanes(self) -> dict[int, bytes]:
         """The state of every lane of the run before its first step."""
         ...
@@ -70,7 +75,7 @@ class Island(Protocol):
         ...
 
     def load_optimizer(self, state: bytes) -> None:
-        """Take over the state of another island's inner optimizer."""
+        """Take over the state of another island's inner optimizer; begin afresh where `state` is empty."""
         ...
 
 
@@ -82,7 +87,8 @@ class Learner:
         settings: of the run.
         plan: the fragments.
         welcome: what it starts from.
-        island: what trains; it is set to the welcome's fragments, lanes and optimizer state.
+        island: what trains, which may have trained before; it is set to the welcome's fragments, lanes and optimizer
+            state, of which there may be none.
     """
 
     def __init__(self, number: int, settings: Settings, plan: Plan, welcome: Welcome, island: Island) -> None:
@@ -97,8 +103,7 @@ class Learner:
         for fragment, value in enumerate(self._bases):
             island.write(plan, fragment, value)
         island.own({one.lane: one.state for one in welcome.lanes})
-        if welcome.optimizer:
-            island.load_optimizer(welcome.body[-welcome.optimizer :])
+        island.load_optimizer(welcome.body[len(welcome.body) - welcome.optimizer :])
 
     @property
     def lanes(self) -> dict[int, LaneAt]:

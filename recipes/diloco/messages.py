@@ -186,8 +186,12 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a learner trains: names and shapes of its parameters, their values, all lanes before their first step."""
+    """What a learner trains: names and shapes of its parameters, their values, all lanes before their first step.
 
+    `header` is what the stream of these lanes says of itself.
+    """
+
+    header: str
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     lanes: tuple[LaneAt, ...]
     body: bytes

@@ -26,7 +26,7 @@ class Leader:
 
     def __init__(self, island: Island, peers: Peers) -> None:
         self._island, self._peers = island, peers
-        self.tensors = island.tensors
+        self.tensors, self.header = island.tensors, island.header
 
     @property
     def book(self) -> Any:

@@ -12,14 +12,15 @@ RUN/log/            what each process said
 
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from recipes.diloco.learner import Island
 from recipes.diloco.settings import Settings
-from recipes.diloco.tape import Take
+from recipes.diloco.tape import Take, refuse_used
+from zephon.run.lines import LineWriter, make_folder, read_lines
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,13 @@ class Run:
     pace: float = 0.0
 
     def save(self) -> None:
-        """Write `run.json`."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Write `run.json` into the folder of a new run.
+
+        Raises:
+            UsageError: it holds what another run has left.
+        """
+        refuse_used(self.folder)
+        make_folder(self.folder)
         (self.folder / "run.json").write_text(json.dumps(asdict(self) | {"folder": ""}, indent=1) + "\n")
 
     @staticmethod
@@ -76,9 +82,25 @@ class Run:
             yield from read_book(file, int(file.stem.removeprefix("learner_")))
 
 
+class BookWriter:
+    """Writes down lane steps, on disk, as far as this process goes, on return; goes on with what is there."""
+
+    def __init__(self, file: Path) -> None:
+        self._lines = LineWriter(file, "book of a learner", b'{"takes": ', _parse)
+
+    def write(self, takes: Iterable[tuple[int, int, str]]) -> None:
+        """Lanes, their steps from 1 on, and the digests of their records."""
+        self._lines.write([{"takes": [list(one) for one in takes]}])
+
+
 def read_book(file: Path, learner: int) -> Iterator[Take]:
     """The entries of a book; a last line that a killed learner left half written is left out."""
-    raw = file.read_bytes() if file.exists() else b""
-    for line in raw[: raw.rfind(b"\n") + 1].splitlines():
-        for lane, step, digest in json.loads(line):
-            yield Take(learner, lane, step, digest)
+    for takes in read_lines(file, _parse) if file.exists() else ():
+        yield from (Take(learner, lane, step, digest) for lane, step, digest in takes)
+
+
+def _parse(line: bytes) -> list[tuple[int, int, str]]:
+    try:
+        return [(int(lane), int(step), str(digest)) for lane, step, digest in json.loads(line)["takes"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError("is no line of a learner's book") from error

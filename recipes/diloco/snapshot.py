@@ -20,6 +20,10 @@ from recipes.diloco.messages import LaneAt, Marker, Part, Reader, Recorded, Repo
 from recipes.diloco.outer import GlobalModel
 from recipes.diloco.settings import Settings
 from zephon.errors import RestoreError
+from zephon.restore import compare_headers
+
+OF_SNAPSHOT = -1
+"""Stands for the snapshot that a run went on from, where a learner is named whose optimizer state was copied."""
 
 
 @dataclass
@@ -52,30 +56,35 @@ class Cut:
         known = dict(self.lanes)
         self.lanes = known | {one.lane: one for one in lanes if one.steps > known[one.lane].steps}
 
-    def save(self, file: Path) -> None:
-        """Write the cut; whole or not at all."""
+    def save(self, file: Path, header: str) -> None:
+        """Write the cut, of a run on the stream that has this header; whole or not at all."""
         body = pack(self.values) + pack(self.momentum)
         whole = Recorded(0, -1, (), (), tuple(self.lanes[lane] for lane in sorted(self.lanes)), body)
         parts = [whole, *(self.learners[learner] for learner in sorted(self.learners))]
         said = b"".join(map(write, parts))
-        head = {"round": self.round, "plan": self.plan.digest, "clocks": list(self.clocks), "sha256": _sha256(said)}
+        head = {"round": self.round, "plan": self.plan.digest, "clocks": list(self.clocks), "header": header}
+        head["sha256"] = _sha256(said)
         new = file.with_suffix(".new")
         new.write_bytes(json.dumps(head).encode() + b"\n" + said)
         new.replace(file)
 
     @staticmethod
-    def load(file: Path, plan: Plan) -> "Cut":
-        """Read a cut.
+    def load(file: Path, plan: Plan, header: str) -> "Cut":
+        """Read a cut, to go on from it with such fragments and on the stream that has this header.
 
         Raises:
-            RestoreError: of another model or other settings, or damaged.
+            RestoreError: there is none, or it is damaged; or of another model, other settings, or another stream, of
+                which every field that differs is named.
         """
-        said, _, rest = file.read_bytes().partition(b"\n")
+        try:
+            said, _, rest = file.read_bytes().partition(b"\n")
+        except OSError as error:
+            raise RestoreError(f"{file} cannot be read ({error.strerror}). Name the snapshot of a run.") from error
         try:
             head: dict[str, Any] = json.loads(said)
-            sound, known = head["sha256"] == _sha256(rest), head["plan"] == plan.digest
+            sound, known, stream = head["sha256"] == _sha256(rest), head["plan"] == plan.digest, str(head["header"])
         except (KeyError, TypeError, ValueError):
-            head, sound, known = {}, False, False
+            head, sound, known, stream = {}, False, False, ""
         if not sound:
             raise RestoreError(f"{file} is no snapshot of a run, or is damaged. Restore from another.")
         if not known:
@@ -83,6 +92,8 @@ class Cut:
                 f"{file} was written with other fragments: another model, or another number of fragments or of rounds "
                 "between merges. Restore with those of the snapshot."
             )
+        if stream != header:
+            compare_headers(stream.encode(), json.loads(header or "{}"))
         whole, *learners = [one for one, _ in Reader().feed(rest) if isinstance(one, Recorded)]
         size = 4 * plan.total
         values, momentum = unpack(plan, whole.body[:size]), unpack(plan, whole.body[size:])

@@ -31,7 +31,7 @@ from recipes.diloco.messages import (
 from recipes.diloco.outer import GlobalModel
 from recipes.diloco.rounds import Member, Pace, smooth
 from recipes.diloco.settings import Settings
-from recipes.diloco.snapshot import Cut, Snapshots
+from recipes.diloco.snapshot import OF_SNAPSHOT, Cut, Snapshots
 from zephon.errors import UsageError
 
 Out = list[tuple[int, Message]]
@@ -211,7 +211,7 @@ class Syncer:
         return self._welcome(copy.learner, now, copy.body)
 
     def _welcome(self, learner: int, now: int, optimizer: bytes) -> Out:
-        peer, _ = self._copies.pop(learner, (None, 0))
+        peer, _ = self._copies.pop(learner, (OF_SNAPSHOT, 0))
         hello = self._arrived.pop(learner)
         dead = self.lanes.died(learner, hello.taken)
         lanes = self.lanes.welcome(learner)

@@ -4,8 +4,10 @@ It is the run's one ledger. `replay` trains again from it, without any clock or 
 adds up what every lane gave, beside the learners' own books.
 
     start     plan, round, lanes                       who has which lane, and where it stands
-    join      learner, round, clocks, copy, lanes      a learner starts from the fragments as they are, and what of its
-              dead                                     lanes' steps died with it before, by its own book
+    join      learner, round, clocks, copy, lanes      a learner starts from the fragments as they are, with the
+              dead                                     optimizer state of a peer (or of the snapshot, -1; or afresh,
+                                                       null); and what of its lanes' steps died with it before, by its
+                                                       own book
     step      learner, clock, tokens, adopted, lanes   a step that counts, and what was adopted before it
     close     round, fragment, asked, waited           a round closes, after so many microseconds of grace
     part      learner, round, fragment, base, steps,   what a learner gave
@@ -24,14 +26,16 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from recipes.diloco.fragments import make_plan
 from recipes.diloco.learner import Island, Learner, pack
 from recipes.diloco.messages import LaneAt, Merged, Own, Part, Pull, Welcome
 from recipes.diloco.outer import GlobalModel
 from recipes.diloco.settings import Settings
-from recipes.diloco.snapshot import Cut
+from recipes.diloco.snapshot import OF_SNAPSHOT, Cut
+from zephon.errors import UsageError
+from zephon.run.lines import LineWriter, read_lines
 
 Event = dict[str, Any]
 
@@ -41,23 +45,47 @@ class TapeError(ValueError):
 
 
 class TapeWriter:
-    """Appends events to a file, each on disk, as far as this process goes, on return."""
+    """Writes the events of a new run to a file, each on disk, as far as this process goes, on return.
+
+    Raises:
+        UsageError: there is a tape already, of another run.
+    """
 
     def __init__(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._file = file.open("wb", buffering=0)
+        refuse_used(file.parent)
+        self._lines = LineWriter(file, "tape", b'{"event": ', _parse)
 
     def __call__(self, event: Event) -> None:
-        self._file.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
+        self._lines.write([event])
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
+
+
+def refuse_used(folder: Path) -> None:
+    """Refuse a folder that holds what a run has left.
+
+    Raises:
+        UsageError: it does.
+    """
+    if left := [name for name in ("tape.jsonl", "books", "snapshot.cut", "final.cut") if (folder / name).exists()]:
+        raise UsageError(
+            f"{folder} holds {', '.join(left)} of a run: two runs would lie there as one, and neither could be judged. "
+            "Nothing was started. Name a new folder, or remove this one; to go on from its snapshot, name that in the "
+            "new run's `restore`."
+        )
 
 
 def read_tape(file: Path) -> list[Event]:
     """The events of a file; a last line that a killed syncer left half written is left out."""
-    raw = file.read_bytes()
-    return [json.loads(line) for line in raw[: raw.rfind(b"\n") + 1].splitlines()]
+    return list(read_lines(file, _parse))
+
+
+def _parse(line: bytes) -> Event:
+    event = json.loads(line)
+    if not isinstance(event, dict) or "event" not in event:
+        raise ValueError("is no event of a tape")
+    return cast(Event, event)
 
 
 def replay(
@@ -130,7 +158,8 @@ class _Player:
     def _join(self, event: Event) -> None:
         learner, model = event["learner"], self._model
         _same("clocks", list(model.clocks), list(event["clocks"]))
-        given = self._copies.pop(learner, b"") if event["copy"] is not None else self._first
+        copy = event["copy"]
+        given = b"" if copy is None else self._first if copy == OF_SNAPSHOT else self._copies.pop(learner, b"")
         lanes = tuple(self._lanes[lane] for lane in event["lanes"])
         body = pack(model.values) + given
         island = self._make(learner)

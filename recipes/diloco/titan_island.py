@@ -122,8 +122,11 @@ class TitanIsland(Fed):
 
     def load_optimizer(self, state: bytes) -> None:
         inner = list(self.trainer.optimizers)
-        known: Any = unpack_state(state)
-        set_optimizer_state_dict(self.trainer.model_parts[0], inner, known, options=_FULL)
+        for one in inner:
+            one.state.clear()
+        if state:
+            known: Any = unpack_state(state)
+            set_optimizer_state_dict(self.trainer.model_parts[0], inner, known, options=_FULL)
 
     def share(self, what: Any) -> Any:
         """Rank 0's `what`, on every rank."""
