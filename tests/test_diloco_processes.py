@@ -9,7 +9,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ import pytest
 from small import write_recipe
 from worlds import tokenizer_folder
 
+from recipes import titan_text
 from recipes.diloco.chaos import leftovers
 from recipes.diloco.judge import judge, plan_of
-from recipes.diloco.messages import Expel, Message, Move, write
+from recipes.diloco.messages import Expel, LaneAt, Message, Move, write
 from recipes.diloco.processes import Processes, whole
 from recipes.diloco.run import BookWriter, Run, read_book
 from recipes.diloco.settings import Settings
 from recipes.diloco.snapshot import Cut
 from recipes.diloco.tape import Event, TapeWriter, account, read_tape, replay
+from recipes.diloco.titan_island import IslandTrainer, TitanIsland
 from recipes.diloco.traffic import INT4, Format, decoupled, ring
 from zephon.errors import UsageError
 
@@ -85,6 +87,39 @@ def test_a_torn_line_costs_that_line_alone(tmp_path: Path) -> None:
     file.write_bytes(b"[1]\n")
     with pytest.raises(UsageError, match=r"tape\.jsonl, line 1 is no event of a tape"):
         read_tape(file)
+
+
+def start_in_vain(run: Run) -> str:
+    run.save()
+    command = [sys.executable, "-m", "recipes.diloco.processes", str(run.folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    nothing_left(run)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_a_run_that_cannot_begin_ends_with_what_its_learner_says(tmp_path: Path) -> None:
+    run = make_run(tmp_path, options={"recipe": str(tmp_path / "none.toml")})
+    assert "error: Cannot read the recipe" in start_in_vain(run)
+
+
+def test_a_run_whose_snapshot_is_of_another_stream_ends_with_what_its_syncer_says(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    island, plan = run.make_island(0), plan_of(run)
+    lanes = {lane: LaneAt(lane, 0, state) for lane, state in island.first_lanes().items()}
+    values = island.read(plan)
+    cut = Cut(3, plan, values, [0 * one for one in values], [0] * len(values), lanes)
+    cut.save(tmp_path / "cut", island.header.replace('"seed":7', '"seed":8'))
+    assert "order.seed: 8 -> 7" in start_in_vain(replace(run, restore=str(tmp_path / "cut")))
+
+
+def test_pipeline_stages_are_refused() -> None:
+    base = titan_text.micro()
+    config = IslandTrainer.Config(**{one.name: getattr(base, one.name) for one in fields(base)})
+    config.parallelism = replace(base.parallelism, pipeline_parallel_degree=2)
+    with pytest.raises(UsageError, match="pipeline_parallel_degree is 2, but an island merges .* a whole model"):
+        TitanIsland(config)
 
 
 def wait_for(processes: Processes, what: Callable[[list[Event]], bool], seconds: float = 120) -> None:
@@ -253,8 +288,8 @@ def test_a_learner_is_a_torchtitan_job(tmp_path: Path, ranks: int, monkeypatch: 
 
 
 def test_a_learner_that_always_fails_stops_the_run_with_its_log(tmp_path: Path) -> None:
-    """Started again for ever, it would hide a wrong path in the options."""
-    run = make_run(tmp_path, options={"recipe": str(tmp_path / "nowhere.toml")})
-    with pytest.raises(RuntimeError, match=r"Learner \d failed 3 times(?s:.*)nowhere\.toml"):
+    """Started again for ever, it would hide a wrong name among the options."""
+    run = make_run(tmp_path, options={"width_": 8})
+    with pytest.raises(RuntimeError, match=r"Learner \d failed 3 times(?s:.*)unexpected keyword argument 'width_'"):
         whole(run)
     nothing_left(run)

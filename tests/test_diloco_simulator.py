@@ -273,6 +273,16 @@ def test_who_is_silent_for_too_long_is_given_up_and_starts_again_when_it_is_reac
     assert min(check(sim).ends.values()) >= 9
 
 
+@pytest.mark.parametrize("lease", [8, 0])
+def test_a_learner_that_hangs_when_it_is_told_to_stop_holds_up_no_end(lease: int) -> None:
+    sim = Simulation(replace(USUAL, lease=lease), toys(), faults=[Fault(28_300_000, 1, "stop", 10**6 * SECOND)])
+    sim.run(until=1000 * SECOND)
+    assert sim.syncer.done
+    assert [one["learner"] for one in events(sim, "expelled")] == [1]
+    assert events(sim, "stop")
+    check(sim)
+
+
 def test_a_learner_that_joins_late_takes_lanes_from_the_living() -> None:
     sim = Simulation(USUAL, toys())
     sim.at(5 * SECOND, lambda: sim.tell(sim.syncer.move({1: 9, 5: 9}, sim.now)))

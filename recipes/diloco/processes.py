@@ -22,11 +22,15 @@ from recipes.diloco.learner import Island, Learner
 from recipes.diloco.ranks import follow, lead_out
 from recipes.diloco.run import Run
 from recipes.diloco.server import Server
+from zephon.errors import UsageError
 
 _PR_SET_PDEATHSIG = 1
 _LIMIT = 600.0  # seconds that a run may take
 _AGAIN = 0.2  # seconds between two tries to join
+_LAST = 30.0  # seconds that a learner may take to end behind the run
 _SOON, _FAILURES = 120.0, 3  # a learner that fails so soon after so many starts fails for a reason of its own
+
+_USAGE, _ERROR = 2, "error: "
 
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a trainer of this process, or torchrun around it, has set: learners would take themselves for its ranks."""
@@ -65,25 +69,35 @@ class Processes:
         self.learners[learner].wait()
 
     def wait(self, seconds: float = _LIMIT) -> None:
-        """Wait for the end of the run.
+        """Wait for the end of the run; learners that then hang are killed.
 
         Raises:
             TimeoutError: it did not end in time.
+            UsageError: the syncer could not begin as it was told to.
             RuntimeError: the syncer failed.
         """
         try:
             code = self.syncer.wait(seconds)
-            for one in self.learners.values():
-                if one.poll() is None:
-                    one.wait(seconds)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"The run in {self.run.folder} did not end within {seconds:.0f} s.") from None
+        for one in self.learners.values():
+            try:
+                one.wait(_LAST)
+            except subprocess.TimeoutExpired:  # stopped, say: the run has ended without it
+                one.kill()
+                one.wait()
+        self.refuse("syncer", code)
         if code:
             raise RuntimeError(f"The syncer ended with {code}: {self.log('syncer')[-2000:]}")
 
     def log(self, name: str) -> str:
         """What a process has said."""
         return (self.run.folder / "log" / f"{name}.txt").read_text()
+
+    def refuse(self, name: str, code: int | None) -> None:
+        """Raise the UsageError with which a process has ended."""
+        if code == _USAGE:
+            raise UsageError(self.log(name).rpartition(_ERROR)[2].strip())
 
     def stop(self) -> None:
         """Kill what still runs."""
@@ -142,10 +156,11 @@ def whole(run: Run) -> None:
     """The whole run: learners that end before it does are started again, at most once a second.
 
     Raises:
+        UsageError: a learner or the syncer could not begin as it was told to.
         RuntimeError: the syncer failed, or a learner fails whenever it is started, which another start would not mend.
     """
     with Processes(run) as processes:
-        began, failed = dict[int, float](), Counter[int]()
+        began, failed, again = dict[int, float](), Counter[int](), set[int]()
         for learner in range(run.settings.learners):
             processes.start(learner)
             began[learner] = time.monotonic()
@@ -154,6 +169,8 @@ def whole(run: Run) -> None:
             for learner, process in list(processes.learners.items()):
                 if not (code := process.poll()):
                     continue
+                if learner not in again:  # the first time: later a file may be gone for a moment
+                    processes.refuse(f"learner_{learner}", code)
                 own_fault = code > 0 and time.monotonic() - began[learner] < _SOON
                 failed[learner] = failed[learner] + 1 if own_fault else 0
                 if failed[learner] >= _FAILURES:
@@ -162,11 +179,20 @@ def whole(run: Run) -> None:
                 print(f"learner {learner} ended with {code}; it is started again", flush=True)
                 processes.start(learner)
                 began[learner] = time.monotonic()
+                again.add(learner)
         processes.wait()
 
 
 def main(arguments: list[str]) -> None:
-    """Do what the command line says."""
+    """Do what the command line says; exit code 2 where it cannot be begun like that."""
+    try:
+        _do(arguments)
+    except UsageError as error:
+        print(f"{_ERROR}{error}", file=sys.stderr, flush=True)
+        sys.exit(_USAGE)
+
+
+def _do(arguments: list[str]) -> None:
     match arguments:
         case ["syncer", folder]:
             die_with_parent()

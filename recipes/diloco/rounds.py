@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from recipes.diloco.settings import Settings
+from recipes.diloco.settings import LEASE, Settings
 
 
 def smooth(mean: int, new: int) -> int:
@@ -36,6 +36,10 @@ class Pace:
     def patience(self, settings: Settings) -> int:
         """After how long a learner that owes an answer is passed over: as many steps as a fragment may take."""
         return max(1, settings.overlap) * self.step
+
+    def farewell(self, settings: Settings) -> int:
+        """How long a learner that was told to stop may be silent, so that every run ends: as long as its lease."""
+        return max(1, (settings.lease or LEASE) * self.step)
 
 
 @dataclass(slots=True)

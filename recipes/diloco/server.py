@@ -11,6 +11,7 @@ from recipes.diloco.messages import Describe, Description, Expel, Hello, Message
 from recipes.diloco.run import Run
 from recipes.diloco.syncer import Out, Syncer
 from recipes.diloco.tape import TapeWriter
+from zephon.errors import RestoreError
 
 _READ = 1 << 20
 
@@ -102,6 +103,8 @@ class Server:
         for message, size in messages:
             try:
                 self._take(connection, message, size)
+            except RestoreError:  # nothing that another learner says could mend that
+                raise
             except ValueError as error:  # it broke the protocol
                 _say(f"learner {connection.learner}: {error}")
                 self._drop(connection)

@@ -6,6 +6,7 @@ from zephon.errors import UsageError
 
 CODECS = ("float32", "bf16", "int4")
 MERGES = ("rda", "average")
+LEASE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,9 @@ class Settings:
     grace_cap: int = 1000
     """Longest such wait, in thousandths of an inner step: a round is due every step, so more would pile up."""
 
-    lease: int = 256
+    lease: int = LEASE
     """Inner steps of silence after which a learner is given up, so that what waits to be sent to it stays bounded; it
-    starts again when it is reached. 0 never."""
+    starts again when it is reached. 0 never, but at the end of the run, where it is as with the usual lease."""
 
     alpha: float = 0.0
     """Share of its own fragment that a learner keeps when the merged one arrives."""

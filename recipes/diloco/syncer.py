@@ -70,7 +70,7 @@ class Syncer:
         self.settings, self.model, self.lanes, self.pace = settings, model, lanes, Pace()
         self.members: dict[int, Member] = {}
         self.snapshots = Snapshots()
-        self.stopped = False
+        self.stopped, self._stopped_at = False, 0
         self._tape, self._optimizer = tape, optimizer
         self._round = round + 1  # the one that is being collected
         self._last, self._started = round + settings.rounds, False
@@ -103,6 +103,7 @@ class Syncer:
     def deadline(self) -> int | None:
         """When `tick` must be called next, if nothing comes before; microseconds."""
         times = [one.deadline for one in self._merging.values()] + [until for _, until in self._copies.values()]
+        times += self._farewells().values()
         if self._quorum_at is not None and self._may_close():
             times.append(self._quorum_at + self.pace.grace(self.settings))
         return min(times, default=None)
@@ -178,7 +179,15 @@ class Syncer:
         for key, one in sorted(self._merging.items()):
             if now >= one.deadline:
                 out += self._merge(*key, now)
+        for learner, until in self._farewells().items():
+            if now >= until:
+                out += self.expel(learner, now)
         return out + self._advance(now)
+
+    def _farewells(self) -> dict[int, int]:
+        """Until when the learners of a run that is over may say so."""
+        left = sorted(self.members.items()) if self.stopped else ()
+        return {one: max(self._stopped_at, member.heard) + self.pace.farewell(self.settings) for one, member in left}
 
     def _knows(self, learner: int) -> bool:
         return learner in self.members or learner in self._arrived or learner in self._copies
@@ -309,7 +318,7 @@ class Syncer:
                 break
             out += self._close(now, now - self._quorum_at)
         if not self.stopped and self._round > self._last and not self._merging:
-            self.stopped = True
+            self.stopped, self._stopped_at = True, now
             self._tape({"event": "stop", "round": self.round})
             out += [(learner, Stop()) for learner in sorted(self.members)]
         return out

@@ -31,6 +31,7 @@ from recipes.diloco.fragments import Plan, Tensor, Vector
 from recipes.diloco.island import pack_state, unpack_state
 from recipes.diloco.ranks import Leader
 from recipes.titan_text import LossLog
+from zephon.errors import UsageError
 from zephon.titan import DataLoader, TitanBatch, Trainer
 from zephon.types import Batch
 
@@ -65,9 +66,18 @@ class TitanIsland(Fed):
 
     Args:
         config: of the job; its global batch size is that of all learners together.
+
+    Raises:
+        UsageError: the model would be cut into pipeline stages.
     """
 
     def __init__(self, config: IslandTrainer.Config) -> None:
+        if (stages := config.parallelism.pipeline_parallel_degree) > 1:
+            raise UsageError(
+                f"parallelism.pipeline_parallel_degree is {stages}, but an island merges the parameters of a whole "
+                "model: those of other stages would never be merged. Set it to 1; fsdp, tensor and context parallelism "
+                "may shard it."
+            )
         self.trainer: IslandTrainer = config.build()
         dims = self.trainer.parallel_dims
         mesh = dims.get_mesh("batch") if dims.dp_enabled else None
