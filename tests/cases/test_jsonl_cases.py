@@ -343,7 +343,6 @@ def test_hidden_and_temporary_files_are_no_data(tmp_path: Path, capsys: pytest.C
     texts = corpus(tmp_path / "data", 2, 3)
     for name in ("._d00.jsonl", "._d01.jsonl", ".hidden.jsonl", "x.jsonl.tmp", "x.jsonl.part"):
         write(tmp_path / "data" / name, TWIN)
-    (tmp_path / "data" / "y.jsonl").mkdir()
     for pattern in ("data/*.jsonl", "data/**/*.jsonl", "**/*.jsonl"):
         assert delivered(recipe(tmp_path, source(pattern))).texts == texts
     with pytest.raises(SystemExit) as stop:
