@@ -19,7 +19,8 @@ from worlds import tokenizer_folder
 
 from recipes import titan_text
 from recipes.diloco.chaos import leftovers
-from recipes.diloco.judge import judge, plan_of
+from recipes.diloco.judge import judge
+from recipes.diloco.learner import plan_of
 from recipes.diloco.messages import Expel, LaneAt, Message, Move, write
 from recipes.diloco.processes import Processes, whole
 from recipes.diloco.run import BookWriter, Run, read_book
@@ -106,7 +107,8 @@ def test_a_run_that_cannot_begin_ends_with_what_its_learner_says(tmp_path: Path)
 
 def test_a_run_whose_snapshot_is_of_another_stream_ends_with_what_its_syncer_says(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    island, plan = run.make_island(0), plan_of(run)
+    island = run.make_island(0)
+    plan = plan_of(island, run.settings)
     lanes = {lane: LaneAt(lane, 0, state) for lane, state in island.first_lanes().items()}
     values = island.read(plan)
     cut = Cut(3, plan, values, [0 * one for one in values], [0] * len(values), lanes)
@@ -205,8 +207,8 @@ def test_a_run_goes_on_from_a_snapshot_on_disk_with_more_learners(tmp_path: Path
         for learner in processes.learners.values():
             assert learner.wait(60) == 1  # it says that the syncer is gone
         assert "The syncer is gone" in processes.log("learner_0")
-    plan = plan_of(first)
-    cut = Cut.load(first.folder / "snapshot.cut", plan, first.make_island(0).header)
+    island = first.make_island(0)
+    cut = Cut.load(first.folder / "snapshot.cut", plan_of(island, first.settings), island.header)
     changed = replace(USUAL, learners=5, rounds=20)
     second = replace(first, folder=tmp_path / "again", settings=changed, restore=str(first.folder / "snapshot.cut"))
     with Processes(second) as processes:
@@ -245,7 +247,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula(tmp_path: Path, up: str, for
     for learner, way, kind, size in json.loads((run.folder / "traffic.json").read_text()):
         if kind not in ("Hello", "Welcome"):  # what a learner begins with
             counted[way][learner] += size
-    plan = plan_of(run)
+    plan = plan_of(run.make_island(0), run.settings)
     formula = decoupled(list(map(plan.size, range(4))), every=24, steps=48, up=form)
     reference = ring(plan.total, learners=8, steps=48)
     for learner in range(8):

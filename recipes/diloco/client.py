@@ -6,10 +6,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 
-from recipes.diloco.fragments import Plan, make_plan
-from recipes.diloco.learner import Island, Learner, pack
+from recipes.diloco.fragments import Plan
+from recipes.diloco.learner import Island, Learner, pack, plan_of
 from recipes.diloco.messages import Describe, Description, Hello, LaneAt, Message, Reader, Welcome, write
 from recipes.diloco.run import BookWriter, Run, read_book
 
@@ -59,7 +58,7 @@ class Client(ABC):
             RunOverError: the run ended before.
         """
         settings = self.run.settings
-        plan = make_plan(island.tensors, settings.fragments, settings.every)
+        plan = plan_of(island, settings)
         book = self.run.book(self.number)
         taken: dict[int, int] = {}
         for one in read_book(book, self.number):
@@ -79,7 +78,10 @@ class Client(ABC):
             learner = self.learner = Learner(self.number, settings, plan, message, island)
             while not self._came.empty():
                 self._receive(self._came.get())
-        island.book = Book(book, learner)
+        begun = BookWriter(book)
+        island.book = lambda digests: begun.write(
+            (lane, learner.lanes[lane].steps + 1, digest) for lane, digest in sorted(digests.items())
+        )
         return learner
 
     def train(self, learner: Learner, island: Island) -> None:
@@ -171,17 +173,6 @@ class SocketClient(Client):
         self._came.put(None)
         with self._news:
             self._news.notify_all()
-
-
-class Book:
-    """Writes down every lane step before it is trained on."""
-
-    def __init__(self, file: Path, learner: Learner) -> None:
-        self._file, self._learner = BookWriter(file), learner
-
-    def __call__(self, digests: dict[int, str]) -> None:
-        lanes = self._learner.lanes
-        self._file.write((lane, lanes[lane].steps + 1, digest) for lane, digest in sorted(digests.items()))
 
 
 def idle(seconds: float) -> None:

@@ -12,15 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes.diloco.fragments import Plan, make_plan
+from recipes.diloco.learner import plan_of
 from recipes.diloco.run import Run
 from recipes.diloco.snapshot import Cut
 from recipes.diloco.tape import Account, TapeError, account, read_tape, replay
-
-
-def plan_of(run: Run) -> Plan:
-    """The fragments of a run's model."""
-    return make_plan(run.make_island(0).tensors, run.settings.fragments, run.settings.every)
 
 
 def judge(run: Run) -> Account:
@@ -30,7 +25,8 @@ def judge(run: Run) -> Account:
         TapeError: something does not agree.
     """
     tape, settings = read_tape(run.folder / "tape.jsonl"), run.settings
-    plan, header = plan_of(run), run.make_island(0).header
+    first = run.make_island(0)
+    plan, header = plan_of(first, settings), first.header
     cut = Cut.load(Path(run.restore), plan, header) if run.restore else None
     model = replay(tape, settings, run.make_island, cut)
     end = Cut.load(run.folder / "final.cut", plan, header)
@@ -48,7 +44,7 @@ def main(folder: Path) -> None:
     run = Run.load(folder)
     if "folder" in run.options:
         run = replace(run, options=run.options | {"folder": str(folder / "replay")})
-    print(json.dumps({"parameters": plan_of(run).total, **judge(run)._asdict()}))
+    print(json.dumps({"parameters": plan_of(run.make_island(0), run.settings).total, **judge(run)._asdict()}))
 
 
 if __name__ == "__main__":

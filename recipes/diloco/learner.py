@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from recipes.diloco.fragments import Plan, Tensor, Vector
+from recipes.diloco.fragments import Plan, Tensor, Vector, make_plan
 from recipes.diloco.messages import (
     Bye,
     Copy,
@@ -181,6 +181,11 @@ class Learner:
         body = pack(self._held) + optimizer
         lanes = tuple(self._lanes.values())
         return Recorded(snapshot, self.number, tuple(self.steps), tuple(self.tokens), lanes, body)
+
+
+def plan_of(island: Island, settings: Settings) -> Plan:
+    """The fragments of an island's model."""
+    return make_plan(island.tensors, settings.fragments, settings.every)
 
 
 def welcome_values(plan: Plan, welcome: Welcome) -> list[Vector]:

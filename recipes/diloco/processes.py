@@ -160,7 +160,7 @@ def whole(run: Run) -> None:
         RuntimeError: the syncer failed, or a learner fails whenever it is started, which another start would not mend.
     """
     with Processes(run) as processes:
-        began, failed, again = dict[int, float](), Counter[int](), set[int]()
+        began, failed = dict[int, float](), Counter[int]()
         for learner in range(run.settings.learners):
             processes.start(learner)
             began[learner] = time.monotonic()
@@ -169,7 +169,7 @@ def whole(run: Run) -> None:
             for learner, process in list(processes.learners.items()):
                 if not (code := process.poll()):
                     continue
-                if learner not in again:  # the first time: later a file may be gone for a moment
+                if learner not in failed:  # the first time: later a file may be gone for a moment
                     processes.refuse(f"learner_{learner}", code)
                 own_fault = code > 0 and time.monotonic() - began[learner] < _SOON
                 failed[learner] = failed[learner] + 1 if own_fault else 0
@@ -179,7 +179,6 @@ def whole(run: Run) -> None:
                 print(f"learner {learner} ended with {code}; it is started again", flush=True)
                 processes.start(learner)
                 began[learner] = time.monotonic()
-                again.add(learner)
         processes.wait()
 
 

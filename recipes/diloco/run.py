@@ -90,7 +90,7 @@ class BookWriter:
 
     def write(self, takes: Iterable[tuple[int, int, str]]) -> None:
         """Lanes, their steps from 1 on, and the digests of their records."""
-        self._lines.write([{"takes": [list(one) for one in takes]}])
+        self._lines.write([{"takes": list(takes)}])
 
 
 def read_book(file: Path, learner: int) -> Iterator[Take]:

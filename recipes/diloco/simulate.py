@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from recipes.diloco.faults import Fault
-from recipes.diloco.fragments import make_plan
 from recipes.diloco.lanes import Lanes, divide
-from recipes.diloco.learner import Island, Learner
+from recipes.diloco.learner import Island, Learner, plan_of
 from recipes.diloco.messages import Hello, LaneAt, Message, Welcome, write
 from recipes.diloco.outer import GlobalModel
 from recipes.diloco.settings import Settings
@@ -75,7 +74,7 @@ class Simulation:
         faults: Sequence[Fault] = (),
     ) -> None:
         first = make_island(0)
-        self.plan = make_plan(first.tensors, settings.fragments, settings.every)
+        self.plan = plan_of(first, settings)
         lanes = [LaneAt(lane, 0, state) for lane, state in sorted(first.first_lanes().items())]
         book = Lanes(lanes, divide([one.lane for one in lanes], range(settings.learners)))
         self.tape: list[Event] = []

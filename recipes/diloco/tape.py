@@ -28,8 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from recipes.diloco.fragments import make_plan
-from recipes.diloco.learner import Island, Learner, pack
+from recipes.diloco.learner import Island, Learner, pack, plan_of
 from recipes.diloco.messages import LaneAt, Merged, Own, Part, Pull, Welcome
 from recipes.diloco.outer import GlobalModel
 from recipes.diloco.settings import Settings
@@ -113,7 +112,7 @@ def replay(
         lanes = {lane: one.state for lane, one in book.at.items()}
     else:
         first, optimizer = make_island(0), b""
-        plan = make_plan(first.tensors, settings.fragments, settings.every)
+        plan = plan_of(first, settings)
         model, lanes = GlobalModel(settings, plan, first.read(plan)), first.first_lanes()
     player = _Player(settings, model, make_island, lanes, optimizer)
     for number, event in enumerate(tape):

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from recipes.diloco.fragments import make_plan
+from recipes.diloco.learner import plan_of
 from recipes.diloco.run import Run
 
 
@@ -112,7 +112,7 @@ def counted(run: Run) -> dict[int, Traffic]:
 def beside(run: Run) -> tuple[Traffic, Traffic]:
     """What is predicted for a learner of a run, and what a ring all-reduce over as many learners would send."""
     settings = run.settings
-    plan = make_plan(run.make_island(0).tensors, settings.fragments, settings.every)
+    plan = plan_of(run.make_island(0), settings)
     sizes = [plan.size(part) for part in range(len(plan.fragments))]
     up, down = FORMATS[settings.up], FORMATS[settings.down]
     ours = decoupled(sizes, every=settings.every, steps=settings.rounds, up=up, down=down)
